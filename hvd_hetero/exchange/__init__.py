@@ -1,0 +1,1 @@
+"""What travels between ranks; knows collectives only through a protocol."""

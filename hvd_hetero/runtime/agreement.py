@@ -1,0 +1,149 @@
+"""What all ranks must agree on: gathers of small messages, and checks that ranks are alike.
+
+Messages are JSON objects. They travel over mpi4py where every rank can use it next to Horovod,
+otherwise over Horovod's own collectives. All calls block, on the main thread, outside hooks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hvd_hetero.errors import RankMismatchError
+from hvd_hetero.exchange.collectives import Collectives, Handle
+from hvd_hetero.runtime.clock import wait_until
+
+logger = logging.getLogger("hvd_hetero")
+
+Message = dict[str, Any]
+
+
+class Channel(Protocol):
+    """Blocking exchange of JSON messages between all ranks; every rank calls alike."""
+
+    def allgather(self, message: Message, purpose: str) -> list[Message]:
+        """Return every rank's message, in rank order."""
+        ...
+
+    def broadcast(self, message: Message | None, purpose: str) -> Message:
+        """Return rank 0's message; other ranks pass None."""
+        ...
+
+
+def _encode(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def _decode(data: bytes) -> Message:
+    result: Message = json.loads(data)
+    return result
+
+
+class CollectivesChannel:
+    """Messages over the exchange's collectives: one allgather, lines apart by newlines."""
+
+    def __init__(self, collectives: Collectives, prefix: str, timeout_seconds: float) -> None:
+        self._collectives = collectives
+        self._prefix = prefix
+        self._timeout_seconds = timeout_seconds
+
+    def allgather(self, message: Message, purpose: str) -> list[Message]:
+        name = f"{self._prefix}.{purpose}.allgather"
+        gathered = self._wait(
+            self._collectives.allgather_async(_tensor(_encode(message)), name), name
+        )
+        return [_decode(line) for line in bytes(gathered.numpy()).splitlines()]
+
+    def broadcast(self, message: Message | None, purpose: str) -> Message:
+        # An allgather in which the others send nothing: its size is not known to them before.
+        name = f"{self._prefix}.{purpose}.broadcast"
+        data = b"" if message is None else _encode(message)
+        gathered = self._wait(self._collectives.allgather_async(_tensor(data), name), name)
+        return _decode(bytes(gathered.numpy()))
+
+    def _wait(self, handle: Handle, name: str) -> torch.Tensor:
+        wait_until(
+            handle.done,
+            self._timeout_seconds,
+            lambda: f"rank {self._collectives.rank}: agreement {name!r}",
+        )
+        return handle.result()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+class MpiChannel:
+    """Messages over a private duplicate of MPI's COMM_WORLD, so that they meet no other traffic."""
+
+    def __init__(self, communicator: Any, prefix: str, timeout_seconds: float) -> None:
+        self._communicator = communicator
+        self._prefix = prefix
+        self._timeout_seconds = timeout_seconds
+
+    def allgather(self, message: Message, purpose: str) -> list[Message]:
+        data = np.frombuffer(_encode(message), dtype=np.uint8)
+        sizes = np.zeros(self._communicator.Get_size(), dtype=np.int64)
+        own_size = np.array([data.size], dtype=np.int64)
+        self._wait(self._communicator.Iallgather(own_size, sizes), purpose)
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        gathered = np.empty(int(starts[-1]), dtype=np.uint8)
+        request = self._communicator.Iallgatherv(data, [gathered, sizes, starts[:-1], _byte_type()])
+        self._wait(request, purpose)
+        return [_decode(gathered[a:b].tobytes()) for a, b in itertools.pairwise(starts)]
+
+    def broadcast(self, message: Message | None, purpose: str) -> Message:
+        data = np.frombuffer(b"" if message is None else _encode(message), dtype=np.uint8)
+        size = np.array([data.size], dtype=np.int64)
+        self._wait(self._communicator.Ibcast(size, root=0), purpose)
+        buffer = data.copy() if message is not None else np.empty(int(size[0]), dtype=np.uint8)
+        self._wait(self._communicator.Ibcast(buffer, root=0), purpose)
+        return _decode(buffer.tobytes())
+
+    def _wait(self, request: Any, purpose: str) -> None:
+        rank = self._communicator.Get_rank()
+        wait_until(
+            request.Test,
+            self._timeout_seconds,
+            lambda: f"rank {rank}: agreement '{self._prefix}.{purpose}' over mpi4py",
+        )
+
+
+def _byte_type() -> Any:
+    from mpi4py import MPI
+
+    return MPI.BYTE
+
+
+def verify_alike(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RankMismatchError naming the first key whose value differs between ranks.
+
+    ``messages``: every rank's values by name, in rank order; the same list on every rank, so that
+    all of them raise.
+    """
+    first = messages[0]
+    for rank, other in enumerate(messages[1:], start=1):
+        for key in [*first, *(key for key in other if key not in first)]:
+            mine, theirs = first.get(key, "(absent)"), other.get(key, "(absent)")
+            if mine != theirs:
+                raise RankMismatchError(
+                    f"{key} differs between ranks: rank 0 has {_short(mine)}, rank {rank} has "
+                    f"{_short(theirs)}. Start every rank with the same code, options and "
+                    "environment (with mpirun, pass variables by -x NAME)"
+                )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

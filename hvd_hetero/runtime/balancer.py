@@ -1,0 +1,293 @@
+"""The Balancer: local batch sizes that follow the plan, and the samples behind a backward pass."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from hvd_hetero.balance.optperf import Bounds
+from hvd_hetero.balance.timing import WindowTiming
+from hvd_hetero.data.loader import HeteroBatchSampler, HeteroDataLoader, dataset_length
+from hvd_hetero.data.partition import LocalBatch
+from hvd_hetero.data.schedule import PlanSchedule
+from hvd_hetero.errors import (
+    BatchAccountingError,
+    ConfigurationError,
+    check_float,
+    check_int,
+)
+from hvd_hetero.planning.plan import Plan
+from hvd_hetero.planning.planner import (
+    PlannerConfig,
+    PlannerState,
+    advance,
+    first_plan,
+)
+from hvd_hetero.runtime.agreement import CollectivesChannel, Message, verify_alike
+from hvd_hetero.runtime.clock import wait_until
+from hvd_hetero.runtime.collectives import connect
+from hvd_hetero.runtime.timings import StepTimer
+
+logger = logging.getLogger("hvd_hetero")
+
+_counter = itertools.count()
+
+
+class Balancer:
+    """Gives every rank the local batch that makes all ranks finish together (Cannikin).
+
+    Pass it to ``hvd_hetero.DistributedOptimizer(balancer=...)`` and draw the training data from
+    :meth:`data_loader`. Create it after ``hvd.init()``, on all ranks with the same arguments.
+
+    Args:
+        global_batch_size: samples of one backward pass over all ranks; stays constant.
+        min_local_batch: lower bound of a rank's samples, for all ranks or one for each, at least 1.
+        max_local_batch: upper bound likewise; None for no bound.
+        granule: local batch sizes are multiples of it, but for one rank that takes the rest.
+        fixed_local_batches: fixed sizes, one for each rank, instead of learnt ones.
+        window_steps: optimizer steps between two looks at the timings.
+        min_gain: relative gain in predicted step time below which a plan is kept.
+        seed: of the order in which a shuffled epoch is read.
+        exchange_timeout_seconds: how long to wait for other ranks before an error.
+
+    Raises:
+        ConfigurationError: a value that cannot be used, or ``hvd.init()`` was not called.
+        InfeasibleBatchError: bounds that cannot meet ``global_batch_size``.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        *,
+        min_local_batch: int | Sequence[int] = 1,
+        max_local_batch: int | Sequence[int] | None = None,
+        granule: int = 1,
+        fixed_local_batches: Sequence[int] | None = None,
+        window_steps: int = 10,
+        min_gain: float = 0.05,
+        seed: int = 0,
+        exchange_timeout_seconds: float = 600.0,
+    ) -> None:
+        self._collectives = connect()
+        ranks = self._collectives.size
+        self.window_steps = check_int("window_steps", window_steps, minimum=1)
+        self.seed = check_int("seed", seed, minimum=0)
+        self._timeout_seconds = check_float(
+            "exchange_timeout_seconds", exchange_timeout_seconds, minimum=0, exclusive_minimum=True
+        )
+        total = check_int("global_batch_size", global_batch_size, minimum=1)
+        self._config = PlannerConfig(
+            global_batch_size=total,
+            bounds=Bounds.build(ranks, total, min_local_batch, max_local_batch),
+            granule=granule,
+            min_gain=min_gain,
+            fixed_local_batches=_fixed_sizes(fixed_local_batches, ranks),
+        )
+        self._state = PlannerState(first_plan(self._config, ranks))
+        self._schedule = PlanSchedule(self._state.plan)
+        self._name = f"hvd_hetero.balancer.{next(_counter)}"
+        self._channel = CollectivesChannel(self._collectives, self._name, self._timeout_seconds)
+        self._sampler: HeteroBatchSampler | None = None
+        self._stated: tuple[float, float] | None = None  # by set_batch: own and global samples
+        self._yielded: tuple[float, float] | None = None  # by the loader, likewise
+        self._optimizer_name: str | None = None
+        self.timer = StepTimer()
+
+    # ---- what scripts use -----------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The newest agreed plan; batches drawn before it keep their sizes."""
+        return self._schedule.latest
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one backward pass over all ranks."""
+        return self._config.global_batch_size
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of the next batch this rank draws; for loaders and iterables of your own."""
+        plan = self._schedule.plan_at(self._schedule.drawn)
+        return plan.local_batches[self._collectives.rank]
+
+    def data_loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        **dataloader_options: Any,
+    ) -> HeteroDataLoader[Any]:
+        """Return a ``torch.utils.data.DataLoader`` over this rank's share of a map-style data set.
+
+        Every sample of an epoch is seen exactly once over all ranks (``drop_last`` leaves out what
+        does not fill a last global batch). Other arguments are those of ``DataLoader``. Call it on
+        all ranks, with the same data set.
+
+        Raises:
+            ConfigurationError: options that cannot be combined with it, or a second loader.
+            RankMismatchError: ranks gave different data set sizes or options.
+        """
+        sampler = self.batch_sampler(dataset, shuffle=shuffle, drop_last=drop_last)
+        return HeteroDataLoader(dataset, sampler, on_yield=self._on_yield, **dataloader_options)
+
+    def batch_sampler(
+        self, dataset: Dataset[Any] | int, *, shuffle: bool = False, drop_last: bool = False
+    ) -> HeteroBatchSampler:
+        """Return the batch sampler alone, for a ``DataLoader`` of your own.
+
+        Such a loader does not say which batch it yields: call :meth:`set_batch` before every
+        backward pass. ``dataset``: a map-style data set, or its number of samples.
+        """
+        if self._sampler is not None:
+            raise ConfigurationError(
+                "this Balancer already has a loader, and one optimizer listens to one loader: "
+                "create another Balancer, or use set_batch with loaders of your own"
+            )
+        samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
+        sampler = HeteroBatchSampler(
+            samples,
+            self._schedule,
+            self._config.bounds,
+            self._collectives.rank,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=drop_last,
+        )
+        options = {"dataset samples": samples, "shuffle": shuffle, "drop_last": drop_last}
+        verify_alike(self._channel.allgather({**options, "seed": self.seed}, "data"))
+        self._sampler = sampler
+        return sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the epoch that is read next, as ``DistributedSampler`` does."""
+        check_int("epoch", epoch, minimum=0)
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    def set_batch(self, samples: float) -> None:
+        """Say how many samples (or tokens, or valid pixels) the next backward pass averages over.
+
+        Overrides what :meth:`data_loader` knows, until the next ``optimizer.step()``. Waits for
+        all ranks, each of which must call it: the sum over ranks is the divisor.
+        """
+        if isinstance(samples, bool) or not isinstance(samples, numbers.Real):
+            raise ConfigurationError(f"samples={samples!r}: expected a number above 0")
+        own = check_float("samples", samples, minimum=0, exclusive_minimum=True)
+        total = torch.tensor([own], dtype=torch.float64)
+        with self.timer.waiting():
+            handle = self._collectives.allreduce_async(total, f"{self._name}.set_batch.allreduce")
+            wait_until(
+                handle.done,
+                self._timeout_seconds,
+                lambda: f"rank {self._collectives.rank}: set_batch({samples}) of {self._name}",
+            )
+        self._stated = (own, float(handle.result().item()))
+
+    # ---- what the optimizer uses ----------------------------------------------------------------
+
+    def attach(self, optimizer_name: str) -> None:
+        """Bind to one optimizer. Raises ConfigurationError for a second one."""
+        if self._optimizer_name is not None:
+            raise ConfigurationError(
+                f"this Balancer already serves the optimizer {self._optimizer_name}; one "
+                "optimizer listens to one loader: create another Balancer for this one"
+            )
+        self._optimizer_name = optimizer_name
+
+    def batch_of_pass(self) -> tuple[float, float]:
+        """Return (samples of this rank, samples of all ranks) behind the pass that begins now.
+
+        The same object as long as it is the same batch. Raises BatchAccountingError when unknown.
+        """
+        batch = self._stated or self._yielded
+        if batch is not None:
+            return batch
+        raise BatchAccountingError(
+            "a backward pass came from a batch the Balancer does not know: draw batches from "
+            "balancer.data_loader(...), or call balancer.set_batch(samples=...) before backward "
+            "(a plain DataLoader over balancer.batch_sampler() needs it for every batch)"
+        )
+
+    def step_done(self) -> None:
+        """Forget what ``set_batch`` said: it is needed anew for the next step."""
+        self._stated = None
+
+    def decide(
+        self,
+        windows: Sequence[WindowTiming | None],
+        drawn: Sequence[Sequence[int]],
+        last_bucket_share: float,
+    ) -> Message:
+        """Rank 0: turn all ranks' timings into the plan and the cursor from which it applies.
+
+        ``windows``: in rank order, None where a rank saw no typical step. ``drawn``: how far each
+        rank has drawn.
+        """
+        known = [window for window in windows if window is not None]
+        reason = "kept: a rank saw no typical step in this window"
+        if len(known) == len(windows):
+            self._state = advance(self._config, self._state, known, last_bucket_share)
+            reason = self._state.reason
+        first, second = max((int(one[0]), int(one[1])) for one in drawn)
+        return {
+            "plan": self._state.plan.to_dict(),
+            "effective": [first, second],
+            "reason": reason,
+        }
+
+    def apply(self, decision: Message) -> bool:
+        """All ranks: install the agreed plan; return True when it is new. The schedule is held."""
+        plan = Plan.from_dict(decision["plan"])
+        if plan.version == self._schedule.latest.version:
+            return False
+        first, second = decision["effective"]
+        self._schedule.install(plan, (first, second))
+        logger.info("plan %d: %s (%s)", plan.version, plan.local_batches, decision["reason"])
+        self.timer.discard()
+        return True
+
+    @property
+    def schedule(self) -> PlanSchedule:
+        """The plans by the draw from which they apply."""
+        return self._schedule
+
+    def describe(self) -> Message:
+        """Return the options, to be logged and compared between ranks."""
+        config = self._config
+        return {
+            "global_batch_size": config.global_batch_size,
+            "min_local_batch": list(config.bounds.lower),
+            "max_local_batch": list(config.bounds.upper),
+            "granule": config.granule,
+            "fixed_local_batches": config.fixed_local_batches and list(config.fixed_local_batches),
+            "window_steps": self.window_steps,
+            "min_gain": config.min_gain,
+            "seed": self.seed,
+        }
+
+    def _on_yield(self, batch: LocalBatch | None) -> None:
+        self._yielded = (
+            None if batch is None else (float(batch.samples), float(batch.global_samples))
+        )
+        if batch is None or batch.step == 0:
+            self.timer.discard()  # evaluation and loader start-up lie between two epochs
+
+
+def _fixed_sizes(sizes: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    fixed = tuple(check_int("fixed_local_batches", size, minimum=1) for size in sizes)
+    if len(fixed) != ranks:
+        raise ConfigurationError(
+            f"fixed_local_batches={list(sizes)!r}: {len(fixed)} sizes for {ranks} ranks; "
+            "give one for each rank"
+        )
+    return fixed

@@ -1,0 +1,116 @@
+"""Flat buckets of gradients, exchanged as soon as they are full.
+
+A bucket holds whole parameters of one dtype and device, in reverse parameter order, which is about
+the order in which backward finishes them. Buckets are launched in their own order, whatever order
+the hooks fire in, and hold exactly the parameters that have hooks: one without would never fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hvd_hetero.compression.feedback import ErrorFeedback
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter's place in a bucket: elements ``[start, stop)`` of the flat tensor."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of weighted gradients and residuals: fp32 for half types, else the parameter's own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class Bucket:
+    """Weighted gradients of some parameters as one flat tensor, with their residual."""
+
+    def __init__(self, index: int, members: Sequence[Member]) -> None:
+        parameter = members[0].parameter
+        self.index = index
+        self.members = tuple(members)
+        self.elements = members[-1].stop
+        self.dtype = work_dtype(parameter.dtype)
+        self.feedback = ErrorFeedback(self.elements, self.dtype, parameter.device)
+        self._waiting_for = {id(member.parameter) for member in members}
+
+    @property
+    def full(self) -> bool:
+        return not self._waiting_for
+
+    def add(self, member: Member, weight: float) -> None:
+        """Add ``weight`` times the member's gradient to what is to be exchanged."""
+        gradient = member.parameter.grad
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        view = self.feedback.work[member.span].view(member.parameter.shape)
+        view.add_(gradient, alpha=weight)
+
+    def mark_ready(self, member: Member) -> None:
+        self._waiting_for.discard(id(member.parameter))
+
+    def reset(self) -> None:
+        """Wait for all members again."""
+        self._waiting_for = {id(member.parameter) for member in self.members}
+
+    def frozen_spans(self) -> list[slice]:
+        """Spans of parameters frozen since they got their hook; they send nothing."""
+        return [m.span for m in self.members if not m.parameter.requires_grad]
+
+    def write_gradients(self, total: torch.Tensor) -> None:
+        """Write the exchanged gradient into ``p.grad`` of every member that is not frozen."""
+        for member in self.members:
+            parameter = member.parameter
+            if not parameter.requires_grad:
+                continue
+            part = total[member.span].view(parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                sparse = part.to_sparse(parameter.grad.sparse_dim()).to(parameter.dtype)
+                parameter.grad.zero_().add_(sparse)
+            else:
+                parameter.grad.copy_(part)
+
+    def describe(self) -> str:
+        """Name the bucket by its parameters, as error messages and stall reports show it."""
+        names = [member.name for member in self.members]
+        listed = ", ".join(names) if len(names) <= 3 else f"{names[0]}, ... , {names[-1]}"
+        return f"bucket {self.index} ({listed})"
+
+
+def build_buckets(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    bucket_bytes: int,
+    first_index: int = 0,
+) -> list[Bucket]:
+    """Pack parameters, given in the order of the optimizer's groups, into buckets.
+
+    A bucket is closed when the next parameter would take it over ``bucket_bytes`` or has another
+    dtype or device. Depends on names, shapes, dtypes and order only.
+    """
+    groups: list[list[Member]] = []
+    open_key: tuple[torch.dtype, torch.device] | None = None
+    for name, parameter in reversed(list(named_parameters)):
+        key = (parameter.dtype, parameter.device)
+        itemsize = torch.empty((), dtype=work_dtype(parameter.dtype)).element_size()
+        start = groups[-1][-1].stop if groups else 0
+        if key != open_key or (start + parameter.numel()) * itemsize > bucket_bytes:
+            groups.append([])
+            open_key, start = key, 0
+        groups[-1].append(Member(name, parameter, start, start + parameter.numel()))
+    return [Bucket(first_index + number, members) for number, members in enumerate(groups)]

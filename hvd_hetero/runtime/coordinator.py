@@ -1,0 +1,302 @@
+"""Decisions between steps: gathered numbers in, one plan and one compression factor out.
+
+All ranks come here after the same steps. Rank 0 decides from what all reported, and every rank
+applies what rank 0 said before the next backward pass: no rank chooses a collective by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from hvd_hetero.balance.timing import StepTiming, WindowTiming, summarise
+from hvd_hetero.compression import controller
+from hvd_hetero.compression.gain import Energies
+from hvd_hetero.compression.spec import Adaptive, TopK
+from hvd_hetero.exchange.collectives import Collectives
+from hvd_hetero.runtime.agreement import (
+    Channel,
+    CollectivesChannel,
+    Message,
+    MpiChannel,
+)
+from hvd_hetero.runtime.balancer import Balancer
+from hvd_hetero.runtime.drift import check_drift
+from hvd_hetero.runtime.exchanger import GradientExchanger, SparsityMode
+from hvd_hetero.runtime.mpi import install_abort_hook, world_communicator
+from hvd_hetero.runtime.timings import StepTimer
+from hvd_hetero.telemetry.records import BucketLayout, ConfigurationRecord, WindowRecord
+from hvd_hetero.telemetry.sink import JsonLinesSink
+
+logger = logging.getLogger("hvd_hetero")
+
+_RECORD_WINDOW_STEPS = 10
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """What the user asked for, as far as decisions and records are concerned."""
+
+    spec: TopK | Adaptive | None
+    drift_check_steps: int | None
+    log: str | None
+    rank: int
+
+    @property
+    def log_path(self) -> str | None:
+        """File of the records: the argument, else HVD_HETERO_LOG, else None."""
+        return self.log or os.environ.get("HVD_HETERO_LOG") or None
+
+
+def open_channel(start: CollectivesChannel, prefix: str, timeout_seconds: float) -> Channel:
+    """Return the channel of agreements: mpi4py if every rank can use it, else ``start``.
+
+    Where MPI is up an uncaught exception is made to end the job on all ranks.
+    """
+    world, reason = world_communicator()
+    if world is not None:
+        install_abort_hook(world)
+    reasons = [message["reason"] for message in start.allgather({"reason": reason}, "transport")]
+    if any(one != "mpi4py" for one in reasons):
+        others = sorted(set(reasons) - {"mpi4py"})
+        logger.info("agreements travel over Horovod's collectives: %s", "; ".join(others))
+        return start
+    logger.info("agreements travel over mpi4py")
+    assert world is not None
+    return MpiChannel(world.Dup(), prefix, timeout_seconds)
+
+
+class Coordinator:
+    """Counts steps, and at the end of every window lets all ranks agree on what comes next."""
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        *,
+        channel: Channel,
+        collectives: Collectives,
+        optimizer: Any,
+        exchanger: GradientExchanger,
+        balancer: Balancer | None,
+        timer: StepTimer,
+        configuration: Mapping[str, Any],
+        log_everywhere: bool,
+    ) -> None:
+        self._options = options
+        self._channel = channel
+        self._collectives = collectives
+        self._optimizer = optimizer
+        self._exchanger = exchanger
+        self._balancer = balancer
+        self._timer = timer
+        self.steps = 0
+        self._timings: dict[str, list[StepTiming]] = {}
+        self._windows: dict[str, int] = {}
+        self._bytes_at_record = (0, 0.0)
+        self._gain: float | None = None
+        self._controller_state: controller.ControllerState | None = None
+        self._reasons = {"plan": "", "compression": ""}
+        self._changed: list[str] = []
+        if balancer is not None:
+            self._open_window("balance", balancer.window_steps)
+            self._reasons["plan"] = balancer.plan.reason
+        self._start_compression(options.spec)
+        self._sink: JsonLinesSink | None = None
+        if log_everywhere:
+            windows = self._windows.values()
+            self._open_window("record", min(windows) if windows else _RECORD_WINDOW_STEPS)
+            if options.rank == 0 and options.log_path is not None:
+                self._sink = JsonLinesSink(options.log_path)
+                self._sink.write(_configuration_record(configuration, exchanger))
+
+    def record(self, timing: StepTiming | None) -> None:
+        """Take the timing of a step into the windows that are open."""
+        if timing is not None:
+            for timings in self._timings.values():
+                timings.append(timing)
+
+    def after_step(self) -> None:
+        """Count an applied step; agree where a window ends. Blocks, on the main thread."""
+        self.steps += 1
+        due = [name for name, steps in self._windows.items() if self.steps % steps == 0]
+        drift_steps = self._options.drift_check_steps
+        check = drift_steps is not None and self.steps % drift_steps == 0
+        if not due and not check:
+            return
+        with self._timer.waiting():
+            if due:
+                self._agree(due)
+            if check:
+                check_drift(self._channel, self._optimizer, self.steps)
+
+    # ---- one agreement --------------------------------------------------------------------------
+
+    def _agree(self, due: Sequence[str]) -> None:
+        holding = (
+            self._balancer.schedule.agreement() if self._balancer is not None else nullcontext()
+        )
+        with holding:
+            reports = self._channel.allgather(self._report(due), "window")
+            decision = self._decide(due, reports) if self._options.rank == 0 else None
+            self._apply(self._channel.broadcast(decision, "decision"))
+        if self._sink is not None and "record" in due:
+            self._sink.write(self._window_record(reports))
+            self._changed = []
+
+    def _report(self, due: Sequence[str]) -> Message:
+        report: Message = {"timings": {}}
+        for name in due:
+            timings, self._timings[name] = self._timings[name], []
+            report["timings"][name] = summarise(timings).to_dict() if timings else None
+        if self._balancer is not None:
+            report["drawn"] = list(self._balancer.schedule.drawn)
+        if "compression" in due:
+            energies = self._exchanger.take_energies()
+            report["energies"] = None if energies is None else energies.to_dict()
+        return report
+
+    def _decide(self, due: Sequence[str], reports: Sequence[Message]) -> Message:
+        decision: Message = {}
+        if "balance" in due and self._balancer is not None:
+            decision["balance"] = self._balancer.decide(
+                _windows(reports, "balance"),
+                [report["drawn"] for report in reports],
+                self._exchanger.last_bucket_share(),
+            )
+        if "compression" in due:
+            decision["compression"] = self._decide_compression(reports)
+        return decision
+
+    def _decide_compression(self, reports: Sequence[Message]) -> Message:
+        spec = self._options.spec
+        state = self._controller_state
+        assert isinstance(spec, Adaptive) and state is not None
+        measured = [Energies.from_dict(r["energies"]) for r in reports if r["energies"] is not None]
+        windows = [one for one in _windows(reports, "compression") if one is not None]
+        if not measured or not windows:
+            mode = self._exchanger.mode
+            return {
+                "cf": mode.cf,
+                "candidates": list(mode.candidates),
+                "reason": "kept: no typical step in this window",
+                "changed": False,
+                "gain": None,
+            }
+        energies = measured[0]
+        for other in measured[1:]:
+            energies = energies + other
+        samples = 1.0 if self._balancer is None else float(self._balancer.global_batch_size)
+        observation = controller.Observation(
+            energies=energies,
+            step_seconds=max(window.step_seconds for window in windows),
+            samples_per_step=samples,
+        )
+        used_cf = self._exchanger.mode.cf
+        gain = 1.0 if used_cf is None else energies.gain(used_cf)
+        self._controller_state, choice = controller.advance(spec, state, observation)
+        return {
+            "cf": choice.cf,
+            "candidates": list(choice.candidates),
+            "reason": choice.reason,
+            "changed": choice.changed,
+            "gain": gain,
+        }
+
+    def _apply(self, decision: Message) -> None:
+        if "balance" in decision and self._balancer is not None:
+            self._reasons["plan"] = decision["balance"]["reason"]
+            if self._balancer.apply(decision["balance"]):
+                self._changed.append("plan")
+                self._timings = {name: [] for name in self._timings}
+        if "compression" in decision:
+            choice = decision["compression"]
+            self._reasons["compression"] = choice["reason"]
+            self._gain = choice["gain"]
+            mode = SparsityMode(choice["cf"], tuple(choice["candidates"]), measure_gain=True)
+            if mode.cf != self._exchanger.mode.cf:
+                self._changed.append("cf")
+                logger.info("compression factor %s: %s", mode.cf or "dense", choice["reason"])
+            assert isinstance(self._options.spec, Adaptive)
+            self._exchanger.set_mode(mode, self._options.spec.flush_steps)
+
+    # ---- records --------------------------------------------------------------------------------
+
+    def _window_record(self, reports: Sequence[Message]) -> WindowRecord:
+        windows = _windows(reports, "record")
+        steps_before, bytes_before = self._bytes_at_record
+        sent = self._exchanger.sent_bytes
+        self._bytes_at_record = (self.steps, sent)
+        plan = None if self._balancer is None else self._balancer.plan
+        nan = float("nan")
+        return WindowRecord(
+            step=self.steps,
+            step_seconds=max((w.step_seconds for w in windows if w is not None), default=nan),
+            compute_seconds=tuple(nan if w is None else w.points[-1].done_seconds for w in windows),
+            wait_seconds=tuple(nan if w is None else w.wait_seconds for w in windows),
+            local_batches=() if plan is None else plan.local_batches,
+            global_batch_size=None if plan is None else plan.global_batch_size,
+            cf=self._exchanger.mode.cf,
+            gain=self._gain,
+            strategy=self._exchanger.take_strategy(),
+            bytes_per_step=(sent - bytes_before) / max(self.steps - steps_before, 1),
+            plan_version=0 if plan is None else plan.version,
+            plan_reason=self._reasons["plan"],
+            compression_reason=self._reasons["compression"],
+            changed=tuple(self._changed),
+        )
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _open_window(self, name: str, steps: int) -> None:
+        self._windows[name] = steps
+        self._timings[name] = []
+
+    def _start_compression(self, spec: TopK | Adaptive | None) -> None:
+        if self._collectives.size == 1 or spec is None:
+            self._reasons["compression"] = "not asked for" if spec is None else "one rank"
+        elif isinstance(spec, TopK):
+            self._exchanger.set_mode(SparsityMode(spec.cf), flush_steps=1)
+            self._reasons["compression"] = f"fixed at CF {spec.cf:g}"
+        else:
+            self._open_window("compression", spec.window)
+            self._controller_state, choice = controller.start(spec)
+            mode = SparsityMode(choice.cf, choice.candidates, measure_gain=True)
+            self._exchanger.set_mode(mode, spec.flush_steps)
+            self._reasons["compression"] = choice.reason
+
+
+def _windows(reports: Sequence[Message], name: str) -> list[WindowTiming | None]:
+    timings = [report["timings"].get(name) for report in reports]
+    return [None if one is None else WindowTiming.from_dict(one) for one in timings]
+
+
+def _configuration_record(
+    configuration: Mapping[str, Any], exchanger: GradientExchanger
+) -> ConfigurationRecord:
+    versions = {"torch": str(torch.__version__)}
+    for package in ("hvd-hetero", "horovod", "mpi4py", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return ConfigurationRecord(
+        versions=versions,
+        ranks=int(configuration["ranks"]),
+        options=dict(configuration),
+        buckets=tuple(
+            BucketLayout(
+                dtype=str(bucket.dtype),
+                device=str(bucket.members[0].parameter.device),
+                elements=bucket.elements,
+                parameters=tuple(member.name for member in bucket.members),
+            )
+            for bucket in exchanger.buckets
+        ),
+    )

@@ -1,0 +1,66 @@
+"""mpi4py beside Horovod: when it may be used, and how a failing rank ends the job."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+import horovod.torch as hvd
+
+logger = logging.getLogger("hvd_hetero")
+
+_abort_hook_installed = False
+
+
+def world_communicator() -> tuple[Any | None, str]:
+    """Return mpi4py's COMM_WORLD if it may be used next to Horovod, else None, and the reason.
+
+    The order of questions matters: Horovod raises when asked for MPI's threads under Gloo, and
+    importing mpi4py.MPI initialises MPI.
+    """
+    if int(hvd.size()) == 1:
+        return None, "one rank"
+    if not hvd.mpi_enabled():
+        return None, "Horovod runs without MPI"
+    if not hvd.mpi_threads_supported():
+        return None, "MPI was initialised without multi-threading (MPI_THREAD_MULTIPLE)"
+    try:
+        from mpi4py import MPI
+    except Exception as error:  # a build against another MPI fails with errors of many kinds
+        return None, f"mpi4py cannot be imported ({type(error).__name__}: {error})"
+    world = MPI.COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (int(hvd.rank()), int(hvd.size())):
+        return None, (
+            f"mpi4py sees rank {world.Get_rank()} of {world.Get_size()}, Horovod rank "
+            f"{hvd.rank()} of {hvd.size()}: they were built against different MPIs"
+        )
+    return world, "mpi4py"
+
+
+def install_abort_hook(world: Any) -> None:
+    """Make an uncaught exception of this rank end the whole MPI job, once it was printed.
+
+    Without it Python's exit waits in MPI_Finalize for ranks that wait for this one.
+    """
+    global _abort_hook_installed
+    if _abort_hook_installed:
+        return
+    _abort_hook_installed = True
+    previous = sys.excepthook
+
+    def print_and_abort(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        try:
+            previous(kind, error, trace)
+        except Exception:
+            traceback.print_exception(kind, error, trace)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            world.Abort(1)
+
+    sys.excepthook = print_and_abort
