@@ -208,6 +208,7 @@ def DistributedOptimizer(
         )
 
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)
+    stock._hetero = engine  # also tells a wrapped optimizer of ours from a stock one
     _override_exchange(type(stock), engine, start_channel)
     for _, parameter in _hooked(stock):
         engine.listen(parameter)
