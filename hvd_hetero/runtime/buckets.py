@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hvd_hetero.compression.feedback import ErrorFeedback
+from hvd_hetero.compression.topk import value_dtype
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,6 @@ class Member:
         return slice(self.start, self.stop)
 
 
-def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of weighted gradients and residuals: fp32 for half types, else the parameter's own."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 class Bucket:
     """Weighted gradients of some parameters as one flat tensor, with their residual."""
 
@@ -42,7 +38,7 @@ class Bucket:
         self.index = index
         self.members = tuple(members)
         self.elements = members[-1].stop
-        self.dtype = work_dtype(parameter.dtype)
+        self.dtype = value_dtype(parameter.dtype)
         self.feedback = ErrorFeedback(self.elements, self.dtype, parameter.device)
         self._waiting_for = {id(member.parameter) for member in members}
 
@@ -107,7 +103,7 @@ def build_buckets(
     open_key: tuple[torch.dtype, torch.device] | None = None
     for name, parameter in reversed(list(named_parameters)):
         key = (parameter.dtype, parameter.device)
-        itemsize = torch.empty((), dtype=work_dtype(parameter.dtype)).element_size()
+        itemsize = torch.empty((), dtype=value_dtype(parameter.dtype)).element_size()
         start = groups[-1][-1].stop if groups else 0
         if key != open_key or (start + parameter.numel()) * itemsize > bucket_bytes:
             groups.append([])

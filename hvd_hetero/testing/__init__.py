@@ -1,0 +1,1 @@
+"""For tests: ranks as threads of one process, with delays and failures on cue."""

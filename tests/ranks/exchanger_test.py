@@ -1,0 +1,290 @@
+"""The exchange of gradients between ranks that are threads of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_hetero.errors import ExchangeFailedError, ExchangeTimeoutError
+from hvd_hetero.exchange.collectives import Collectives, SingleProcess
+from hvd_hetero.planning.cost_model import dense_bytes
+from hvd_hetero.runtime.exchanger import GradientExchanger, PassWeight, SparsityMode
+from hvd_hetero.testing.threads import Fault, ThreadCollectives, ThreadWorld
+
+SHAPES = ((3,), (40, 5), (7,), (), (64,))
+
+
+def build(collectives: Collectives, **options: Any) -> GradientExchanger:
+    parameters = [
+        (f"layer{index}", torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        for index, shape in enumerate(SHAPES)
+    ]
+    defaults: dict[str, Any] = {
+        "prefix": "hvd_hetero.0",
+        "bucket_bytes": 1000,
+        "timeout_seconds": 20.0,
+        "describe_step": lambda: f"rank {collectives.rank}, step 7",
+    }
+    return GradientExchanger(collectives, parameters, **(defaults | options))
+
+
+def parameters_of(exchanger: GradientExchanger) -> list[torch.nn.Parameter]:
+    return [member.parameter for bucket in exchanger.buckets for member in bucket.members]
+
+
+def gradient(rank: int, step: int, parameter: torch.nn.Parameter, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + index)
+    return torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def backward(exchanger: GradientExchanger, rank: int, step: int, weight: float) -> torch.Tensor:
+    """One pass; returns this rank's weighted gradient, flat over all buckets."""
+    exchanger.begin_pass(PassWeight(weight))
+    flat = []
+    for index, parameter in enumerate(parameters_of(exchanger)):
+        parameter.grad = gradient(rank, step, parameter, index)
+        flat.append(weight * parameter.grad.flatten().clone())
+        exchanger.add(parameter)
+        exchanger.mark_ready(parameter)
+    return torch.cat(flat)
+
+
+def applied(exchanger: GradientExchanger) -> torch.Tensor:
+    grads = [p.grad for p in parameters_of(exchanger)]
+    assert all(grad is not None for grad in grads)
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+
+def residual(exchanger: GradientExchanger) -> torch.Tensor:
+    return torch.cat([bucket.feedback.residual for bucket in exchanger.buckets])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.lists(st.sampled_from([None, 1.0, 3.0, 20.0, 1e6]), min_size=2, max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_applied_plus_residuals_is_the_weighted_gradient(
+    ranks: int, factors: list[float | None], random: Any
+) -> None:
+    """S26: at every step, while CF and weights change, with dense steps and thrown away steps."""
+    weights = [[random.random() for _ in range(ranks)] for _ in factors]
+    thrown_away = [random.random() < 0.2 for _ in factors]
+
+    def work(collectives: ThreadCollectives) -> list[tuple[torch.Tensor, ...]]:
+        exchanger = build(collectives)
+        history = []
+        for step, cf in enumerate(factors):
+            exchanger.set_mode(SparsityMode(cf), flush_steps=3)
+            own = backward(exchanger, collectives.rank, step, weights[step][collectives.rank])
+            exchanger.synchronize()
+            if thrown_away[step]:
+                before = residual(exchanger)
+                exchanger.abandon()
+                assert torch.equal(residual(exchanger), before)
+                continue
+            total = applied(exchanger)
+            exchanger.commit()
+            history.append((own, total, residual(exchanger).clone()))
+        return history
+
+    histories = ThreadWorld(ranks).run(work)
+    true_sum = torch.zeros(1, dtype=torch.float64)
+    applied_sum = torch.zeros(1, dtype=torch.float64)
+    for step in range(len(histories[0])):
+        true_sum = true_sum + sum(history[step][0] for history in histories)
+        applied_sum = applied_sum + histories[0][step][1]
+        for history in histories[1:]:
+            assert torch.equal(history[step][1], histories[0][step][1]), "replicas differ"
+        left = sum(history[step][2] for history in histories)
+        torch.testing.assert_close(applied_sum + left, true_sum, rtol=1e-12, atol=1e-12)
+
+
+def test_without_feedback_the_sum_is_wrong() -> None:
+    """S26: the law above is the residual's doing; emptying it must break the law."""
+
+    def work(collectives: ThreadCollectives) -> tuple[torch.Tensor, torch.Tensor]:
+        exchanger = build(collectives)
+        exchanger.set_mode(SparsityMode(20.0), flush_steps=1)
+        true_sum, applied_sum = [], []
+        for step in range(4):
+            true_sum.append(backward(exchanger, collectives.rank, step, 0.5))
+            exchanger.synchronize()
+            applied_sum.append(applied(exchanger))
+            exchanger.commit()
+            exchanger.forget_residuals()
+        return sum(true_sum, torch.zeros(1)), sum(applied_sum, torch.zeros(1))
+
+    results = ThreadWorld(2).run(work)
+    total = results[0][0] + results[1][0]
+    assert float((total - results[0][1]).norm()) > 0.1 * float(total.norm())
+
+
+def test_flush_spreads_the_residual_over_steps() -> None:
+    """Going dense sends the residual in equal parts, and then none is left."""
+
+    def work(collectives: ThreadCollectives) -> list[float]:
+        exchanger = build(collectives)
+        exchanger.set_mode(SparsityMode(50.0), flush_steps=1)
+        for step in range(6):
+            backward(exchanger, collectives.rank, step, 0.5)
+            exchanger.synchronize()
+            exchanger.commit()
+        exchanger.set_mode(SparsityMode(None), flush_steps=4)
+        norms = [float(residual(exchanger).norm())]
+        for step in range(4):
+            backward(exchanger, collectives.rank, 10 + step, 0.5)
+            exchanger.synchronize()
+            exchanger.commit()
+            norms.append(float(residual(exchanger).norm()))
+        return norms
+
+    start, *after = ThreadWorld(2).run(work)[0]
+    assert start > 0
+    assert after == pytest.approx([start * 3 / 4, start / 2, start / 4, 0.0], abs=1e-12 * start)
+
+
+def test_buckets_launch_in_order_during_backward() -> None:
+    """DESIGN 3.5: the order of launches is the buckets', whatever order gradients come in."""
+
+    def work(collectives: ThreadCollectives) -> int:
+        exchanger = build(collectives, bucket_bytes=64)
+        assert len(exchanger.buckets) > 2
+        members = parameters_of(exchanger)
+        exchanger.begin_pass(PassWeight(1.0))
+        for parameter in members if collectives.rank == 0 else reversed(members):
+            parameter.grad = torch.ones_like(parameter)
+            exchanger.add(parameter)
+            exchanger.mark_ready(parameter)
+        early = exchanger.launched_in_backward
+        exchanger.synchronize()
+        return early
+
+    world = ThreadWorld(2)
+    early = world.run(work)
+    assert early[0] > 0
+    for rank in range(2):
+        names = [name for r, _, name in world.names if r == rank]
+        assert names == sorted(names, key=lambda name: int(name.split("bucket ")[1].split(" ")[0]))
+        assert len(set(names)) == len(names)
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    """S21, S28: sparse where it saves bytes, dense where it would not; counted as sent."""
+
+    def work(collectives: ThreadCollectives) -> tuple[float, float]:
+        sent = []
+        for cf in (1.0, 4.0):
+            exchanger = build(collectives, bucket_bytes=10**6)
+            exchanger.set_mode(SparsityMode(cf), flush_steps=1)
+            backward(exchanger, collectives.rank, 0, 1.0)
+            exchanger.synchronize()
+            sent.append(exchanger.sent_bytes)
+        return sent[0], sent[1]
+
+    elements = sum(torch.Size(shape).numel() for shape in SHAPES)
+    all_dense, sparse = ThreadWorld(2).run(work)[0]
+    assert all_dense == dense_bytes(2, elements, 8)
+    assert sparse < all_dense
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    """A slow rank delays the step, and changes nothing else."""
+
+    def work(collectives: ThreadCollectives) -> torch.Tensor:
+        exchanger = build(collectives)
+        backward(exchanger, collectives.rank, 0, 0.5)
+        exchanger.synchronize()
+        return applied(exchanger)
+
+    on_time = ThreadWorld(3).run(work)
+    late = ThreadWorld(3, [Fault(rank=1, name="bucket 0", delay_seconds=0.3)]).run(work)
+    assert torch.equal(on_time[0], late[2])
+
+
+def test_a_missing_rank_ends_in_an_error_with_names() -> None:
+    """DESIGN 3.11: the error names tensor, rank and step, within exchange_timeout_seconds."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        exchanger = build(collectives, timeout_seconds=0.3)
+        if collectives.rank == 1:
+            return
+        backward(exchanger, collectives.rank, 0, 1.0)
+        exchanger.synchronize()
+
+    with pytest.raises(ExchangeTimeoutError) as raised:
+        ThreadWorld(2).run(work)
+    for part in ("rank 0", "step 7", "layer", "bucket 0", "exchange_timeout_seconds"):
+        assert part in str(raised.value)
+
+
+def test_a_failed_collective_is_an_error_on_all_ranks() -> None:
+    """An error of the transport ends the step, it is not taken for data."""
+
+    def work(collectives: ThreadCollectives) -> str:
+        exchanger = build(collectives)
+        backward(exchanger, collectives.rank, 0, 1.0)
+        with pytest.raises(ExchangeFailedError) as raised:
+            exchanger.synchronize()
+        return str(raised.value)
+
+    world = ThreadWorld(2, [Fault(rank=1, name="bucket 1", fails=True)])
+    assert all("bucket 1" in message for message in world.run(work))
+
+
+def test_missing_gradients_count_as_zero() -> None:
+    """S13: a parameter unused on one rank gets the other rank's weighted gradient."""
+
+    def work(collectives: ThreadCollectives) -> list[torch.Tensor]:
+        exchanger = build(collectives)
+        exchanger.begin_pass(PassWeight(0.5))
+        for index, parameter in enumerate(parameters_of(exchanger)):
+            if index % 2 == collectives.rank:
+                parameter.grad = torch.full_like(parameter, 4.0)
+                exchanger.add(parameter)
+                exchanger.mark_ready(parameter)
+        exchanger.synchronize()
+        return [p.grad for p in parameters_of(exchanger) if p.grad is not None]
+
+    for grads in ThreadWorld(2).run(work):
+        assert len(grads) == len(SHAPES)
+        assert all(torch.equal(grad, torch.full_like(grad, 2.0)) for grad in grads)
+
+
+def test_frozen_parameters_send_nothing_and_keep_their_residual() -> None:
+    """DESIGN 3.2: its residual waits until the parameter is trained again."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        exchanger = build(collectives)
+        exchanger.set_mode(SparsityMode(10.0), flush_steps=1)
+        backward(exchanger, collectives.rank, 0, 1.0)
+        exchanger.synchronize()
+        exchanger.commit()
+        bucket = next(b for b in exchanger.buckets for m in b.members if m.name == "layer1")
+        member = next(m for m in bucket.members if m.name == "layer1")
+        before = bucket.feedback.residual[member.span].clone()
+        assert before.any()
+        member.parameter.requires_grad_(False)
+        member.parameter.grad = None
+        for cf in (10.0, None):
+            exchanger.set_mode(SparsityMode(cf), flush_steps=1)
+            exchanger.begin_pass(PassWeight(1.0))
+            exchanger.synchronize()
+            exchanger.commit()
+            assert member.parameter.grad is None
+            assert torch.equal(bucket.feedback.residual[member.span], before)
+
+    ThreadWorld(2).run(work)
+
+
+def test_one_process_leaves_gradients_alone() -> None:
+    """World of one rank: what comes out is what went in."""
+    exchanger = build(SingleProcess())
+    own = backward(exchanger, 0, 0, 1.0)
+    exchanger.synchronize()
+    assert torch.equal(applied(exchanger), own)
