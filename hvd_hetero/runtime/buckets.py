@@ -41,6 +41,7 @@ class Bucket:
         self.dtype = value_dtype(parameter.dtype)
         self.feedback = ErrorFeedback(self.elements, self.dtype, parameter.device)
         self._waiting_for = {id(member.parameter) for member in members}
+        self._seen: dict[str, tuple[torch.Tensor | None, int]] = {}
 
     @property
     def full(self) -> bool:
@@ -57,11 +58,26 @@ class Bucket:
         view.add_(gradient, alpha=weight)
 
     def mark_ready(self, member: Member) -> None:
+        """The member's gradient is complete; from now on ``p.grad`` must not be changed."""
         self._waiting_for.discard(id(member.parameter))
+        gradient = member.parameter.grad
+        self._seen[member.name] = (gradient, 0 if gradient is None else gradient._version)
+
+    def changed_member(self) -> Member | None:
+        """Return a member whose ``p.grad`` was changed since it was taken, or None."""
+        for member in self.members:
+            gradient = member.parameter.grad
+            seen, version = self._seen.get(member.name, (gradient, -1))
+            if gradient is not seen or (
+                gradient is not None and version >= 0 and gradient._version != version
+            ):
+                return member
+        return None
 
     def reset(self) -> None:
         """Wait for all members again."""
         self._waiting_for = {id(member.parameter) for member in self.members}
+        self._seen.clear()
 
     def frozen_spans(self) -> list[slice]:
         """Spans of parameters frozen since they got their hook; they send nothing."""

@@ -18,7 +18,7 @@ import torch
 
 from hvd_hetero.compression.gain import Energies, energy, measure
 from hvd_hetero.compression.topk import SparseGradient, k_for, select
-from hvd_hetero.errors import BatchAccountingError
+from hvd_hetero.errors import BatchAccountingError, UnsupportedError
 from hvd_hetero.exchange.allgather import AllgatherExchange, sparse_saves_bytes
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.exchange.dense import Compressor, DenseExchange
@@ -159,10 +159,12 @@ class GradientExchanger:
     def synchronize(self) -> None:
         """Exchange what is left, wait for everything, write ``p.grad``.
 
-        A second call without a backward pass in between does nothing.
+        A second call without a backward pass in between does nothing. Raises UnsupportedError
+        when ``p.grad`` was changed after backward: the change would be lost.
         """
         if self.synchronized:
             return
+        self._refuse_changed_gradients()
         self._launch_rest()
         for bucket in self.buckets:
             exchange = self._await(bucket)
@@ -230,6 +232,18 @@ class GradientExchanger:
             self._clip(self._local_clip_norm)
         while self._next_launch < len(self.buckets):
             self._launch(self.buckets[self._next_launch])
+
+    def _refuse_changed_gradients(self) -> None:
+        for bucket in self.buckets:
+            member = bucket.changed_member()
+            if member is not None:
+                raise UnsupportedError(
+                    f"{self._describe_step()}: the gradient of {member.name!r} was changed between "
+                    "backward and its exchange, which had begun: call optimizer.synchronize() "
+                    "before anything that changes gradients (clipping, GradScaler.unscale_), and "
+                    "then step inside `with optimizer.skip_synchronize():`. To clip each rank's "
+                    "own gradient use local_clip_norm"
+                )
 
     def _divisor(self) -> float:
         total = sum(one.divisor for one in self._passes)

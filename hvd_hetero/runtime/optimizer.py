@@ -12,7 +12,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import horovod.torch as hvd
@@ -122,7 +122,7 @@ def DistributedOptimizer(
     if own_path:
         _refuse_unsupported(op, gradient_predivide_factor, num_groups, groups, process_set)
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-    divided = _check_divided(loss_divided_by_passes, passes, balancer)
+    _check_divided(loss_divided_by_passes, passes, balancer)
     check_int("bucket_bytes", bucket_bytes, minimum=1)
     timeout = check_float(
         "exchange_timeout_seconds", exchange_timeout_seconds, minimum=0, exclusive_minimum=True
@@ -143,7 +143,7 @@ def DistributedOptimizer(
         "sparse_as_dense": sparse_as_dense,
         "balancer": None if balancer is None else balancer.describe(),
         "loss_reduction": loss_reduction,
-        "loss_divided_by_passes": divided,
+        "loss_divided_by_passes": loss_divided_by_passes,
         "local_clip_norm": local_clip_norm,
         "bucket_bytes": bucket_bytes,
         "drift_check_steps": drift_check_steps,
@@ -203,13 +203,16 @@ def DistributedOptimizer(
         return WeightRule(
             rank_weight=1.0 / collectives.size if op == hvd.Average else 1.0,
             loss_reduction=loss_reduction,
-            loss_divided_by_passes=divided,
+            loss_divided_by_passes=bool(loss_divided_by_passes),
             passes_per_step=stock.backward_passes_per_step,
         )
 
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)
     stock._hetero = engine  # also tells a wrapped optimizer of ours from a stock one
     _override_exchange(type(stock), engine, start_channel)
+    _override_passes(
+        type(stock), lambda passes: _check_divided(loss_divided_by_passes, passes, balancer)
+    )
     for _, parameter in _hooked(stock):
         engine.listen(parameter)
     return stock
@@ -248,16 +251,15 @@ def _refuse_unsupported(
         )
 
 
-def _check_divided(divided: bool | None, passes: int, balancer: Balancer | None) -> bool:
+def _check_divided(divided: bool | None, passes: int, balancer: Balancer | None) -> None:
     if divided is not None:
-        return check_bool("loss_divided_by_passes", divided)
-    if balancer is not None and passes > 1:
+        check_bool("loss_divided_by_passes", divided)
+    elif balancer is not None and passes > 1:
         raise ConfigurationError(
             f"backward_passes_per_step={passes} with a balancer: say whether your script divides "
             "the loss by it: loss_divided_by_passes=True or False. The aggregated gradient is the "
             "mean over all samples of the step either way"
         )
-    return False
 
 
 def _build_stock(optimizer: torch.optim.Optimizer, names: Any, **options: Any) -> Any:
@@ -325,6 +327,16 @@ def _override_common(cls: Any) -> None:
     cls.zero_grad = zero_grad
     cls.__deepcopy__ = refuse_copy
     cls.__reduce_ex__ = refuse_copy
+
+
+def _override_passes(cls: Any, check: Callable[[int], None]) -> None:
+    stock_set_passes = cls.set_backward_passes_per_step
+
+    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+        check(check_int("backward_passes_per_step", passes, minimum=1))
+        stock_set_passes(self, passes)
+
+    cls.set_backward_passes_per_step = set_backward_passes_per_step
 
 
 def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesChannel) -> None:

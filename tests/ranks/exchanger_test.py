@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_hetero.errors import ExchangeFailedError, ExchangeTimeoutError
+from hvd_hetero.errors import ExchangeFailedError, ExchangeTimeoutError, UnsupportedError
 from hvd_hetero.exchange.collectives import Collectives, SingleProcess
 from hvd_hetero.planning.cost_model import dense_bytes
 from hvd_hetero.runtime.exchanger import GradientExchanger, PassWeight, SparsityMode
@@ -288,3 +288,18 @@ def test_one_process_leaves_gradients_alone() -> None:
     own = backward(exchanger, 0, 0, 1.0)
     exchanger.synchronize()
     assert torch.equal(applied(exchanger), own)
+
+
+def test_a_gradient_changed_before_its_exchange_is_refused() -> None:
+    """S01, S05: clipping or unscaling before synchronize() would be lost without a word."""
+    for change in ("scale", "replace", "drop"):
+        exchanger = build(SingleProcess())
+        backward(exchanger, 0, 0, 1.0)
+        parameter = parameters_of(exchanger)[2]
+        assert parameter.grad is not None
+        if change == "scale":
+            parameter.grad.mul_(0.5)
+        else:
+            parameter.grad = parameter.grad.clone() if change == "replace" else None
+        with pytest.raises(UnsupportedError, match=r"synchronize\(\)"):
+            exchanger.synchronize()
