@@ -1,0 +1,134 @@
+"""The batch sampler of one rank: its piece of every global batch, drawn under the plan in force."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch.utils.data import Sampler
+
+from hvd_hetero.balance.optperf import Bounds
+from hvd_hetero.data.partition import (
+    LocalBatch,
+    check_feasible,
+    count_batches,
+    epoch_order,
+    local_batch,
+    next_global_batch,
+)
+from hvd_hetero.data.schedule import PlanSchedule
+from hvd_hetero.errors import ConfigurationError, check_bool, check_int
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over the data: its number, its epoch, and where its tickets go (None: nowhere)."""
+
+    number: int
+    epoch: int
+    tickets: deque[LocalBatch] | None
+
+
+class HeteroBatchSampler(Sampler[list[int]]):
+    """Batch sampler of one rank: yields the indices of its piece of every global batch.
+
+    All ranks build it with the same arguments but ``rank``, and a schedule that holds the same
+    plans. It also works as ``batch_sampler`` of a stock ``DataLoader``; sizes are then known to
+    nobody but the sampler, and the training loop has to call ``Balancer.set_batch``.
+
+    The order of a shuffled epoch follows from ``seed`` and the epoch given to :meth:`set_epoch`;
+    until that is called, every pass over the data counts as the next epoch.
+
+    Raises ConfigurationError for wrong values, InfeasibleBatchError (one of these) when the data
+    set cannot be cut into batches within ``bounds``.
+    """
+
+    def __init__(
+        self,
+        dataset_samples: int,
+        schedule: PlanSchedule,
+        bounds: Bounds,
+        rank: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.dataset_samples = check_int("dataset_samples", dataset_samples, minimum=0)
+        self.rank = check_int("rank", rank, minimum=0, maximum=len(bounds.lower) - 1)
+        self.shuffle = check_bool("shuffle", shuffle)
+        self.seed = check_int("seed", seed, minimum=0)
+        self.drop_last = check_bool("drop_last", drop_last)
+        self.schedule = schedule
+        self.bounds = bounds
+        self._min_total = sum(bounds.lower)
+        self._epoch: int | None = None
+        self._opened: _Pass | None = None
+        plan = schedule.latest
+        if len(plan.local_batches) != len(bounds.lower):
+            raise ConfigurationError(
+                f"the plan has {len(plan.local_batches)} ranks, the bounds have "
+                f"{len(bounds.lower)}: build both for the same ranks"
+            )
+        check_feasible(self.dataset_samples, plan.global_batch_size, bounds, self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the passes that begin from now on; the same on every rank."""
+        self._epoch = check_int("epoch", epoch, minimum=0)
+
+    def __len__(self) -> int:
+        """Global batches, hence steps, of one epoch under the newest plan's global batch size."""
+        size = self.schedule.latest.global_batch_size
+        return count_batches(self.dataset_samples, size, self._min_total, self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # torch's loader calls iter() twice when it has workers, and draws from one of the two:
+        # a pass begins when its loader opens it, or at the first draw, never here.
+        return self._draw(self._opened)
+
+    @contextmanager
+    def opened_pass(self, tickets: deque[LocalBatch]) -> Iterator[int]:
+        """Begin a pass; iterators made in the block belong to it and push its ``tickets``."""
+        self._opened = self._begin(tickets)
+        try:
+            yield self._opened.number
+        finally:
+            self._opened = None
+
+    def _begin(self, tickets: deque[LocalBatch] | None) -> _Pass:
+        number = self.schedule.begin_pass()
+        return _Pass(number, number if self._epoch is None else self._epoch, tickets)
+
+    def _draw(self, opened: _Pass | None) -> Iterator[list[int]]:
+        this = opened or self._begin(None)
+        order = epoch_order(self.dataset_samples, self.seed, this.epoch, self.shuffle)
+        step = position = 0
+        while True:
+            # Drawn also where the epoch ends: that there is no further batch is decided under this
+            # plan, and a later plan must not reverse it on a rank that is behind.
+            plan = self.schedule.draw((this.number, step))
+            samples = next_global_batch(
+                self.dataset_samples - position,
+                plan.global_batch_size,
+                self._min_total,
+                self.drop_last,
+            )
+            if samples == 0:
+                return
+            ticket = local_batch(
+                plan,
+                self.bounds,
+                self.rank,
+                epoch_pass=this.number,
+                step=step,
+                start=position,
+                global_samples=samples,
+            )
+            if this.tickets is not None:
+                this.tickets.append(ticket)
+            step += 1
+            position += samples
+            piece = order[ticket.start : ticket.stop]
+            yield list(piece) if isinstance(piece, range) else piece.tolist()
