@@ -57,7 +57,8 @@ class ErrorFeedback:
         self.elements = check_int("elements", elements, minimum=0)
         self.dtype = value_dtype(dtype)
         self._work = torch.zeros(self.elements, dtype=self.dtype, device=device)
-        self._residual = torch.zeros_like(self._work)
+        # None until something stays behind: dense training needs one buffer, not two.
+        self._residual_or_none: Tensor | None = None
         self._empty = True
         self._pending: _Pending | None = None
 
@@ -70,6 +71,12 @@ class ErrorFeedback:
     def residual(self) -> Tensor:
         """[d], what has not been sent yet, in weighted units. Read only; see ``load``."""
         return self._residual
+
+    @property
+    def _residual(self) -> Tensor:
+        if self._residual_or_none is None:
+            self._residual_or_none = torch.zeros_like(self._work)
+        return self._residual_or_none
 
     @property
     def is_empty(self) -> bool:
@@ -167,7 +174,7 @@ class ErrorFeedback:
         Raises:
             ConfigurationError: the shape differs from [elements].
         """
-        if residual.shape != self._residual.shape:
+        if residual.shape != self._work.shape:
             raise ConfigurationError(
                 f"residual of shape {tuple(residual.shape)}: expected [{self.elements}]; the "
                 "bucket has changed since it was saved"
@@ -201,7 +208,7 @@ class ErrorFeedback:
             for segment in step.keep:
                 self._work[segment].copy_(self._residual[segment])
         sent_everything = indices.numel() == self.elements and step.fraction == 1.0
-        self._work, self._residual = self._residual, self._work
+        self._work, self._residual_or_none = self._residual, self._work
         # With segments kept the old state still matters: an empty residual stays empty there.
         self._empty = sent_everything and (self._empty or not step.keep)
         self._work.zero_()

@@ -30,14 +30,14 @@ class WeightRule:
     def weigh(self, batch: tuple[float, float] | None) -> PassWeight:
         """Return the weight for (own samples, samples of all ranks), None without a balancer."""
         if batch is None:
-            return PassWeight(self.rank_weight)
+            return PassWeight(self.rank_weight, own=self.rank_weight)
         own, total = batch
         weight = own if self.loss_reduction == "mean" else 1.0
         if self.passes_per_step == 1:
-            return PassWeight(weight / total)
+            return PassWeight(weight / total, own=own / total)
         if self.loss_divided_by_passes:
             weight *= self.passes_per_step
-        return PassWeight(weight, total)
+        return PassWeight(weight, total, own)
 
 
 class OptimizerEngine:
@@ -155,6 +155,8 @@ class OptimizerEngine:
         """The optimizer has applied the gradients of this step."""
         self.exchanger.commit()
         self._close_step()
+        if self._balancer is not None:
+            self._balancer.step_done()
         self._coordinator.after_step()
 
     def abandon_step(self) -> None:
@@ -173,8 +175,6 @@ class OptimizerEngine:
         self._pass_open = False
         self._pass_batch = None
         self._step_batches = []
-        if self._balancer is not None:
-            self._balancer.step_done()
 
     def _typical_batch(self) -> int:
         """Samples of this rank in each pass of the step; 0 when passes differ or are missing."""

@@ -33,10 +33,14 @@ class PassWeight:
     The aggregated gradient is ``sum over passes (weight * gradient) / sum over passes (divisor)``,
     summed over ranks; the divisor is equal on all ranks. Where all divisors are 0 nothing is
     divided: weights are final already.
+
+    ``own``: what this rank's own gradient counts for, so that ``sum (weight * gradient) / own`` is
+    that gradient. It adds up over passes where there are divisors (samples), else it does not.
     """
 
     weight: float
     divisor: float = 0.0
+    own: float = 1.0
 
 
 @dataclass
@@ -199,7 +203,8 @@ class GradientExchanger:
         """Start again with empty residuals, as after loading another optimizer state."""
         self.abandon()
         for bucket in self.buckets:
-            bucket.feedback.load(torch.zeros_like(bucket.feedback.residual))
+            if not bucket.feedback.is_empty:
+                bucket.feedback.load(torch.zeros_like(bucket.feedback.residual))
 
     def set_mode(self, mode: SparsityMode, flush_steps: int) -> None:
         """Change how the next steps compress.
@@ -285,12 +290,13 @@ class GradientExchanger:
         self._next_launch = bucket.index + 1
 
     def _clip(self, max_norm: float) -> None:
-        """Scale this rank's own mean gradient to at most ``max_norm``, before aggregation."""
-        own_weight = sum(one.weight for one in self._passes)
-        if own_weight <= 0:
+        """Scale this rank's own gradient to at most ``max_norm``, before aggregation."""
+        if not self._passes:
             return
+        by_samples = any(one.divisor > 0 for one in self._passes)
+        own = sum(one.own for one in self._passes) if by_samples else self._passes[0].own
         squared = sum(energy(bucket.feedback.work) for bucket in self.buckets)
-        scale = max_norm * own_weight / max(squared**0.5, torch.finfo(torch.float32).tiny)
+        scale = max_norm * own / max(squared**0.5, torch.finfo(torch.float32).tiny)
         if scale < 1.0:
             for bucket in self.buckets:
                 bucket.feedback.work.mul_(scale)

@@ -1,0 +1,218 @@
+"""Performance model of one rank, learnt while training: windows in, two lines out.
+
+Cannikin (Nie, Maghakian, Liu; Middleware 2024, arXiv 2402.05302), section 4, fits the lines; the
+prior, the forgetting and the reaction to real changes are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvd_hetero.balance.lines import Line, RankModel, TimingPoint
+from hvd_hetero.errors import ConfigurationError
+
+__all__ = ["FitPoint", "Line", "RankModel", "RankModelFit", "TimingPoint"]
+
+FORGETTING = 0.7  # weight a window's points keep when the next window arrives
+PRIOR_SHARE = 0.8  # of done seconds that grow with the batch, before two sizes were seen
+PRIOR_SHARE_DEVIATION = 0.2  # how far the prior may be off
+SLOPE_SHARES = (0.05, 1.0)  # a slope is kept within these shares of seconds / batch
+NOISE_PRIOR = 0.05  # relative deviation of one step, worth NOISE_PRIOR_STEPS measurements
+NOISE_FLOOR, NOISE_CAP = 0.005, 0.3  # limits of that deviation
+NOISE_PRIOR_STEPS = 3.0
+SURPRISE = 0.2  # relative change of the seconds that can count as a real change of the rank ...
+SURPRISE_DEVIATIONS = 4.0  # ... if it is also this many standard deviations away
+SURPRISE_KEEP = 0.1  # weight that points from before a real change keep
+MOST_SIZES = 16  # batch sizes remembered
+LEAST_WEIGHT = 1e-6  # relative to the heaviest point; lighter ones are dropped
+
+
+@dataclass(frozen=True)
+class FitPoint:
+    """All that is remembered of one batch size; weight: 1 / variance of the seconds."""
+
+    batch: int
+    ready_seconds: float
+    done_seconds: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class RankModelFit:
+    """What is known of one rank: exponentially forgotten points. Immutable; starts empty.
+
+    points: ascending by batch size. latest: the point with most steps of the last window.
+    changed: the last window contradicted the model, see ``observe``. noise: relative variance of
+    one step's seconds, pooled over windows; noise_steps: measurements it rests on.
+    """
+
+    points: tuple[FitPoint, ...] = ()
+    latest: TimingPoint | None = None
+    changed: bool = False
+    noise: float = NOISE_PRIOR**2
+    noise_steps: float = NOISE_PRIOR_STEPS
+
+    def observe(self, points: Sequence[TimingPoint]) -> RankModelFit:
+        """Return the state after a window's ``points``; without points, the state itself.
+
+        Old weights are multiplied by FORGETTING, new ones are 1 / variance of the median (of the
+        pooled noise, or of the point's own where that is larger, as in a window in which the
+        speed changed), and points of one size are merged. When the new points differ from the
+        model by more than SURPRISE and SURPRISE_DEVIATIONS, all in the same direction, the rank
+        itself has changed: the old points are scaled to the new speed, so the share of the slope
+        survives, and keep only SURPRISE_KEEP of their weight.
+        """
+        points = [point for point in points if point.done_seconds > 0.0]
+        if not points:
+            return self
+        noise, noise_steps = self._pooled(points)
+        variances = [_median_variance(point, noise) for point in points]
+        ratio = self._surprise(points, variances)
+        scale, keep = (1.0, FORGETTING) if ratio is None else (ratio, SURPRISE_KEEP)
+        merged = {
+            old.batch: FitPoint(
+                old.batch, old.ready_seconds * scale, old.done_seconds * scale, old.weight * keep
+            )
+            for old in self.points
+        }
+        for new, variance in zip(points, variances, strict=True):
+            fresh = FitPoint(new.batch, new.ready_seconds, new.done_seconds, 1.0 / variance)
+            merged[new.batch] = _merge(merged.get(new.batch), fresh)
+        least = LEAST_WEIGHT * max(point.weight for point in merged.values())
+        heaviest = sorted(merged.values(), key=lambda point: -point.weight)[:MOST_SIZES]
+        kept = [point for point in heaviest if point.weight >= least]
+        return RankModelFit(
+            points=tuple(sorted(kept, key=lambda point: point.batch)),
+            latest=max(points, key=lambda point: point.steps),
+            changed=ratio is not None,
+            noise=noise,
+            noise_steps=noise_steps,
+        )
+
+    def model(self) -> RankModel | None:
+        """Return the fitted lines, or None before two different batch sizes were seen."""
+        return self.estimate() if len(self.points) > 1 else None
+
+    def estimate(self) -> RankModel | None:
+        """Return the fitted lines, from the prior slope after a single size; None before any.
+
+        Weighted least squares under c >= alpha > 0 and d >= beta >= 0, with each slope drawn to
+        0.8 t/b as if that had been measured with a deviation of 0.2 t/b (t, b: weighted means):
+        sizes that are nearly equal, whose noise gives nonsense slopes, leave it there; sizes
+        far apart overrule it. Slopes stay within 0.05 to 1 t/b.
+        """
+        if not self.points:
+            return None
+        total = math.fsum(point.weight for point in self.points)
+        batch = math.fsum(point.weight * point.batch for point in self.points) / total
+        ready = math.fsum(point.weight * point.ready_seconds for point in self.points) / total
+        done = math.fsum(point.weight * point.done_seconds for point in self.points) / total
+        spread = math.fsum(point.weight * (point.batch - batch) ** 2 for point in self.points)
+
+        def slope(mean: float, values: Sequence[float]) -> float:
+            level = mean / batch
+            precision = 1.0 / (PRIOR_SHARE_DEVIATION * done / batch) ** 2
+            moment = math.fsum(
+                point.weight * (point.batch - batch) * (value - mean)
+                for point, value in zip(self.points, values, strict=True)
+            )
+            drawn = (moment + precision * PRIOR_SHARE * level) / (spread + precision)
+            return min(max(drawn, SLOPE_SHARES[0] * level), SLOPE_SHARES[1] * level)
+
+        c = slope(done, [point.done_seconds for point in self.points])
+        alpha = slope(ready, [point.ready_seconds for point in self.points])
+        # Both lines pass through the mean point, so alpha in this interval is equivalent to
+        # alpha <= c and 0 <= beta <= d. It is never empty, since c <= done / batch.
+        alpha = min(max(alpha, c - (done - ready) / batch), c, ready / batch)
+        d = max(0.0, done - c * batch)
+        beta = min(max(0.0, ready - alpha * batch), d)
+        return RankModel(ready=Line(alpha, beta), done=Line(c, d))
+
+    def relative_error(self) -> float:
+        """Relative standard error of done seconds at the mean batch size; 1.0 when unknown."""
+        total = math.fsum(point.weight for point in self.points)
+        mean = math.fsum(point.weight * point.done_seconds for point in self.points)
+        return math.sqrt(total) / mean if mean > 0.0 else 1.0
+
+    def _pooled(self, points: Sequence[TimingPoint]) -> tuple[float, float]:
+        """Return noise and noise_steps after ``points``."""
+        total, steps = self.noise * self.noise_steps * FORGETTING, self.noise_steps * FORGETTING
+        for point in points:
+            # Cap: a bimodal window is no measure of the usual noise.
+            relative = min(point.variance / point.done_seconds**2, NOISE_CAP**2)
+            total, steps = total + point.steps * relative, steps + point.steps
+        return max(total / steps, NOISE_FLOOR**2), steps
+
+    def _surprise(self, points: Sequence[TimingPoint], variances: Sequence[float]) -> float | None:
+        """Return measured / expected seconds where the rank has really changed, else None."""
+        model = self.estimate()
+        if model is None:
+            return None
+        ratios = []
+        for point, variance in zip(points, variances, strict=True):
+            expected = model.done(point.batch)
+            deviation = math.sqrt(variance) + self.relative_error() * expected
+            gap = abs(point.done_seconds - expected)
+            # A size far from all known ones tests the slope, not the rank.
+            doubt = _distance(point.batch, self.points) * PRIOR_SHARE_DEVIATION * expected
+            if gap <= SURPRISE * expected + doubt or gap <= SURPRISE_DEVIATIONS * deviation:
+                return None
+            ratios.append(point.done_seconds / expected)
+        if min(ratios) < 1.0 < max(ratios):
+            return None
+        return sorted(ratios)[len(ratios) // 2]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict of JSON types; ``from_dict`` reads it back."""
+        return {
+            "points": [asdict(point) for point in self.points],
+            "latest": None if self.latest is None else self.latest.to_dict(),
+            "changed": self.changed,
+            "noise": self.noise,
+            "noise_steps": self.noise_steps,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankModelFit:
+        """Build a fit from ``to_dict``'s result; ConfigurationError if it is none."""
+        try:
+            latest = data["latest"]
+            return cls(
+                points=tuple(FitPoint(**point) for point in data["points"]),
+                latest=None if latest is None else TimingPoint.from_dict(latest),
+                changed=bool(data["changed"]),
+                noise=float(data["noise"]),
+                noise_steps=float(data["noise_steps"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"rank model fit={data!r}: not a saved fit ({error}); "
+                "pass the dict RankModelFit.to_dict() gave"
+            ) from error
+
+
+def _median_variance(point: TimingPoint, noise: float) -> float:
+    """Variance of the window's median, in seconds squared."""
+    one_step = max(noise * point.done_seconds**2, point.variance)
+    return one_step * math.pi / 2 / point.steps
+
+
+def _merge(old: FitPoint | None, new: FitPoint) -> FitPoint:
+    if old is None:
+        return new
+    weight = old.weight + new.weight
+    share = new.weight / weight
+    return FitPoint(
+        new.batch,
+        old.ready_seconds + share * (new.ready_seconds - old.ready_seconds),
+        old.done_seconds + share * (new.done_seconds - old.done_seconds),
+        weight,
+    )
+
+
+def _distance(batch: int, points: Sequence[FitPoint]) -> float:
+    """Relative distance of ``batch`` to the nearest known size."""
+    return min(abs(batch - point.batch) for point in points) / batch
