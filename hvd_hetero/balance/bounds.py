@@ -57,8 +57,8 @@ class Bounds:
         """
         ranks = check_int("ranks", ranks, minimum=1)
         global_batch_size = check_int("global_batch_size", global_batch_size, minimum=1)
-        lower = _per_rank("minimum", minimum, ranks)
-        upper = _per_rank("maximum", maximum, ranks) if maximum is not None else None
+        lower = _per_rank("min_local_batch", minimum, ranks)
+        upper = _per_rank("max_local_batch", maximum, ranks) if maximum is not None else None
         if upper is None:
             upper = tuple(max(low, global_batch_size) for low in lower)
         bounds = cls(lower, upper)

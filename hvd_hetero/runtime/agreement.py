@@ -127,21 +127,36 @@ def _byte_type() -> Any:
 
 
 def verify_alike(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RankMismatchError naming the first key whose value differs between ranks.
+    """Raise RankMismatchError naming the first key whose value differs between ranks, and both.
 
     ``messages``: every rank's values by name, in rank order; the same list on every rank, so that
     all of them raise.
     """
-    first = messages[0]
     for rank, other in enumerate(messages[1:], start=1):
-        for key in [*first, *(key for key in other if key not in first)]:
-            mine, theirs = first.get(key, "(absent)"), other.get(key, "(absent)")
-            if mine != theirs:
-                raise RankMismatchError(
-                    f"{key} differs between ranks: rank 0 has {_short(mine)}, rank {rank} has "
-                    f"{_short(theirs)}. Start every rank with the same code, options and "
-                    "environment (with mpirun, pass variables by -x NAME)"
-                )
+        difference = _first_difference(messages[0], other)
+        if difference is not None:
+            key, mine, theirs = difference
+            raise RankMismatchError(
+                f"{key} differs between ranks: rank 0 has {_short(mine)}, rank {rank} has "
+                f"{_short(theirs)}. Start every rank with the same code, options and "
+                "environment (with mpirun, pass variables by -x NAME)"
+            )
+
+
+def _first_difference(
+    first: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
+    """Return (key, value, other value), the key with dots where values are mappings themselves."""
+    for key in [*first, *(key for key in other if key not in first)]:
+        mine, theirs = first.get(key, "(absent)"), other.get(key, "(absent)")
+        if mine == theirs:
+            continue
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            inner = _first_difference(mine, theirs)
+            if inner is not None:
+                return f"{key}.{inner[0]}", inner[1], inner[2]
+        return key, mine, theirs
+    return None
 
 
 def _short(value: Any) -> str:

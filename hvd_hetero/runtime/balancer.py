@@ -98,6 +98,7 @@ class Balancer:
         self._yielded: tuple[float, float] | None = None  # by the loader, likewise
         self._optimizer_name: str | None = None
         self.timer = StepTimer()
+        verify_alike(self._channel.allgather(self.describe(), "options"))
 
     # ---- what scripts use -----------------------------------------------------------------------
 
@@ -135,8 +136,10 @@ class Balancer:
             ConfigurationError: options that cannot be combined with it, or a second loader.
             RankMismatchError: ranks gave different data set sizes or options.
         """
-        sampler = self.batch_sampler(dataset, shuffle=shuffle, drop_last=drop_last)
-        return HeteroDataLoader(dataset, sampler, on_yield=self._on_yield, **dataloader_options)
+        sampler = self._new_sampler(dataset_length(dataset), shuffle, drop_last)
+        loader = HeteroDataLoader(dataset, sampler, on_yield=self._on_yield, **dataloader_options)
+        self._agree_on_data(sampler)
+        return loader
 
     def batch_sampler(
         self, dataset: Dataset[Any] | int, *, shuffle: bool = False, drop_last: bool = False
@@ -146,13 +149,18 @@ class Balancer:
         Such a loader does not say which batch it yields: call :meth:`set_batch` before every
         backward pass. ``dataset``: a map-style data set, or its number of samples.
         """
+        samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
+        sampler = self._new_sampler(samples, shuffle, drop_last)
+        self._agree_on_data(sampler)
+        return sampler
+
+    def _new_sampler(self, samples: int, shuffle: bool, drop_last: bool) -> HeteroBatchSampler:
         if self._sampler is not None:
             raise ConfigurationError(
                 "this Balancer already has a loader, and one optimizer listens to one loader: "
                 "create another Balancer, or use set_batch with loaders of your own"
             )
-        samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
-        sampler = HeteroBatchSampler(
+        return HeteroBatchSampler(
             samples,
             self._schedule,
             self._config.bounds,
@@ -161,10 +169,15 @@ class Balancer:
             seed=self.seed,
             drop_last=drop_last,
         )
-        options = {"dataset samples": samples, "shuffle": shuffle, "drop_last": drop_last}
-        verify_alike(self._channel.allgather({**options, "seed": self.seed}, "data"))
+
+    def _agree_on_data(self, sampler: HeteroBatchSampler) -> None:
+        options = {
+            "samples of the data set": sampler.dataset_samples,
+            "shuffle": sampler.shuffle,
+            "drop_last": sampler.drop_last,
+        }
+        verify_alike(self._channel.allgather(options, "data"))
         self._sampler = sampler
-        return sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the epoch that is read next, as ``DistributedSampler`` does."""
@@ -284,6 +297,10 @@ class Balancer:
 def _fixed_sizes(sizes: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
     if sizes is None:
         return None
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise ConfigurationError(
+            f"fixed_local_batches={sizes!r}: expected a list with one size for each rank"
+        )
     fixed = tuple(check_int("fixed_local_batches", size, minimum=1) for size in sizes)
     if len(fixed) != ranks:
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -24,6 +25,10 @@ except Exception as error:  # a build against another torch fails with errors of
         "build Horovod for the installed torch with `hvd-hetero install-horovod`"
     ) from error
 
+logger = logging.getLogger("hvd_hetero")
+
+__all__ = ["HorovodCollectives", "HorovodHandle", "check_environment", "connect", "hvd"]
+
 SUPPORTED_HOROVOD = "0.28"
 
 _RELIED_ON = (
@@ -36,6 +41,11 @@ _RELIED_ON = (
     "synchronize",
     "zero_grad",
 )
+
+
+_PREFIX = "HVD_HETERO_"
+_VARIABLES = ("HVD_HETERO_LOG",)
+_warned_of: set[str] = set()
 
 
 class HorovodHandle:
@@ -104,6 +114,7 @@ def connect() -> Collectives:
     package was not written for, UnsupportedError in elastic mode.
     """
     check_horovod()
+    check_environment()
     if not hvd.is_initialized():
         raise ConfigurationError(
             "Horovod is not initialised: call hvd.init() before hvd_hetero is used"
@@ -128,8 +139,27 @@ def check_horovod() -> None:
             f"Horovod {version} has no {', '.join(missing)} in its DistributedOptimizer; "
             "install an unchanged one with `hvd-hetero install-horovod`"
         )
+
+
+def check_environment() -> None:
+    """Refuse elastic mode, and warn, once for each, of variables nobody reads.
+
+    Raises UnsupportedError when HOROVOD_ELASTIC is set.
+    """
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UnsupportedError(
             "Horovod's elastic mode (HOROVOD_ELASTIC=1) is not supported by hvd_hetero: "
             "launch with a fixed number of ranks"
         )
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in _VARIABLES and name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning(
+                "%s is set, but hvd_hetero has no such variable and ignores it; it knows %s",
+                name,
+                ", ".join(_VARIABLES),
+            )
+
+
+# At import already: an older Horovod lacks names that other modules use when they are loaded.
+check_horovod()

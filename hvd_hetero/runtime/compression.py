@@ -13,14 +13,14 @@ class _Compression:
     @property
     def none(self) -> Any:
         """Horovod's ``Compression.none``."""
-        import horovod.torch as hvd
+        from hvd_hetero.runtime.collectives import hvd
 
         return hvd.Compression.none
 
     @property
     def fp16(self) -> Any:
         """Horovod's ``Compression.fp16``: gradients travel as half floats."""
-        import horovod.torch as hvd
+        from hvd_hetero.runtime.collectives import hvd
 
         return hvd.Compression.fp16
 

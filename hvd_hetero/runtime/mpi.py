@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from types import TracebackType
@@ -49,7 +50,7 @@ def install_abort_hook(world: Any) -> None:
     if _abort_hook_installed:
         return
     _abort_hook_installed = True
-    previous = sys.excepthook
+    previous, rank_process = sys.excepthook, os.getpid()
 
     def print_and_abort(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -61,6 +62,7 @@ def install_abort_hook(world: Any) -> None:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            world.Abort(1)
+            if os.getpid() == rank_process:  # a forked child has the hook, but is no rank
+                world.Abort(1)
 
     sys.excepthook = print_and_abort

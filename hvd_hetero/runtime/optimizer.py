@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import horovod.torch as hvd
 import torch
 
 from hvd_hetero.compression.spec import Adaptive, TopK
@@ -29,10 +29,11 @@ from hvd_hetero.errors import (
 )
 from hvd_hetero.runtime.agreement import CollectivesChannel, verify_alike
 from hvd_hetero.runtime.balancer import Balancer
-from hvd_hetero.runtime.collectives import connect
+from hvd_hetero.runtime.collectives import connect, hvd
 from hvd_hetero.runtime.coordinator import Coordinator, CoordinatorOptions, open_channel
 from hvd_hetero.runtime.engine import OptimizerEngine, WeightRule
 from hvd_hetero.runtime.exchanger import GradientExchanger
+from hvd_hetero.runtime.joining import refuse_join
 from hvd_hetero.runtime.parameters import name_parameters, parameter_signature
 from hvd_hetero.runtime.timings import StepTimer
 
@@ -63,7 +64,7 @@ def DistributedOptimizer(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     exchange_timeout_seconds: float = 600.0,
     drift_check_steps: int | None = None,
-    log: str | None = None,
+    log: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Wrap a ``torch.optim.Optimizer`` as Horovod does, with compression and balancing.
 
@@ -118,6 +119,13 @@ def DistributedOptimizer(
     if local_clip_norm is not None:
         check_float("local_clip_norm", local_clip_norm, minimum=0, exclusive_minimum=True)
     check_bool("sparse_as_dense", sparse_as_dense)
+    if isinstance(op, bool) or op not in (hvd.Average, hvd.Sum, hvd.Adasum):
+        raise ConfigurationError(f"op={op!r}: must be hvd.Average, hvd.Sum or hvd.Adasum")
+    check_float(
+        "gradient_predivide_factor", gradient_predivide_factor, minimum=0, exclusive_minimum=True
+    )
+    check_int("num_groups", num_groups, minimum=0)
+    log = _check_log(log)
     own_path = spec is not None or balancer is not None or local_clip_norm is not None
     if own_path:
         _refuse_unsupported(op, gradient_predivide_factor, num_groups, groups, process_set)
@@ -137,9 +145,11 @@ def DistributedOptimizer(
     )
     start_channel = CollectivesChannel(collectives, prefix, timeout)
     signature = {
-        "compression": repr(spec) if spec is not None else compression.__name__,
+        "compression": _describe_compression(compression),
         "backward_passes_per_step": passes,
         "op": str(op),
+        "gradient_predivide_factor": float(gradient_predivide_factor),
+        "num_groups": num_groups,
         "sparse_as_dense": sparse_as_dense,
         "balancer": None if balancer is None else balancer.describe(),
         "loss_reduction": loss_reduction,
@@ -152,6 +162,11 @@ def DistributedOptimizer(
     messages = start_channel.allgather({"alike": signature, "log": options.log_path}, "options")
     verify_alike([message["alike"] for message in messages])
 
+    mine = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
+    if own_path:  # before Horovod registers hooks, which would stay
+        _refuse_claimed(mine, prefix)
+        if balancer is not None:
+            balancer.attach(prefix)
     stock = _build_stock(
         optimizer,
         [(name, parameter) for parameter, name in names.items()],
@@ -167,13 +182,13 @@ def DistributedOptimizer(
     # Stock wrapping starts with empty state and the class's own defaults.
     stock.defaults = optimizer.defaults
     stock.state.update(optimizer.state)
+    # A scheduler made before wrapping would warn that its optimizer never steps: this one does.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     _override_common(type(stock))
     if not own_path:
         return stock
 
-    _claim({p: names[p] for group in stock.param_groups for p in group["params"]}, prefix)
-    if balancer is not None:
-        balancer.attach(prefix)
+    _claim(mine, prefix)
     timer = balancer.timer if balancer is not None else StepTimer()
     if collectives.size == 1:
         stock._register_hooks()  # Horovod registers none for one process
@@ -208,6 +223,7 @@ def DistributedOptimizer(
         )
 
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)
+    refuse_join()
     stock._hetero = engine  # also tells a wrapped optimizer of ours from a stock one
     _override_exchange(type(stock), engine, start_channel)
     _override_passes(
@@ -227,6 +243,23 @@ def _is_horovod_compressor(compression: Any) -> bool:
     )
 
 
+def _describe_compression(compression: Any) -> Any:
+    if isinstance(compression, TopK | Adaptive):
+        return {"kind": type(compression).__name__, **compression.to_dict()}
+    return compression.__name__
+
+
+def _check_log(log: Any) -> str | None:
+    if log is None:
+        return None
+    path = os.fspath(log) if isinstance(log, os.PathLike) else log
+    if not isinstance(path, str) or not path:
+        raise ConfigurationError(
+            f"log={log!r}: expected the path of a file, or None to use HVD_HETERO_LOG"
+        )
+    return path
+
+
 def _refuse_unsupported(
     op: Any, predivide: float, num_groups: int, groups: Any, process_set: Any
 ) -> None:
@@ -238,8 +271,6 @@ def _refuse_unsupported(
         )
     if op == hvd.Adasum:
         raise UnsupportedError(f"op=Adasum: not supported {plain}: use op=hvd.Average")
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedError(f"op={op!r}: not supported {plain}: use hvd.Average or hvd.Sum")
     if process_set is not hvd.global_process_set:
         raise UnsupportedError(
             f"process_set={process_set!r}: only hvd.global_process_set is supported {plain}"
@@ -280,7 +311,7 @@ def _build_stock(optimizer: torch.optim.Optimizer, names: Any, **options: Any) -
     return stock
 
 
-def _claim(names: dict[torch.nn.Parameter, str], owner: str) -> None:
+def _refuse_claimed(names: dict[torch.nn.Parameter, str], owner: str) -> None:
     for parameter, name in names.items():
         other = _owners.get(id(parameter), owner)
         if other != owner:
@@ -288,6 +319,10 @@ def _claim(names: dict[torch.nn.Parameter, str], owner: str) -> None:
                 f"parameter {name!r} belongs to a wrapped optimizer already ({other}); its "
                 "gradient would be exchanged twice: give every parameter to one optimizer"
             )
+
+
+def _claim(names: dict[torch.nn.Parameter, str], owner: str) -> None:
+    _refuse_claimed(names, owner)
     for parameter in names:
         if id(parameter) not in _owners:
             _owners[id(parameter)] = owner

@@ -29,6 +29,11 @@ def name_parameters(
         for group_index, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
     ]
+    if named_parameters is not None and not isinstance(named_parameters, Iterable):
+        raise ConfigurationError(
+            f"named_parameters={named_parameters!r}: expected pairs (name, parameter), as "
+            "model.named_parameters() gives them, or None"
+        )
     pairs = grouped if named_parameters is None else list(named_parameters)
     names: dict[torch.nn.Parameter, str] = {}
     owners: dict[str, torch.nn.Parameter] = {}

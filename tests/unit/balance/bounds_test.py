@@ -104,11 +104,11 @@ def test_bounds_infeasible(arguments: tuple[int, ...], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((2, 8, 0), "minimum=0"),
+        ((2, 8, 0), "min_local_batch=0"),
         ((2, 8, [1, 1, 1]), "3 numbers for 2 ranks"),
         ((2, 8, 3, 2), "minimum local batch 3 is above its maximum 2"),
         ((0, 8), "ranks=0"),
-        ((2, 8, 1.5), "minimum=1.5"),
+        ((2, 8, 1.5), "min_local_batch=1.5"),
     ],
 )
 def test_bounds_malformed(arguments: tuple[int, ...], message: str) -> None:
