@@ -106,6 +106,16 @@ def build_model(pixels: int, classes: int, seconds_per_sample: float) -> nn.Sequ
     )
 
 
+def warm_up() -> None:
+    """Load what torch loads at its first step, seconds that would count against the first run."""
+    model = build_model(pixels=4, classes=2, seconds_per_sample=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss: Any = F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1]))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def train(name: str, seed: int, data: Images, settings: Settings, progress: Progress) -> Run:
     """Train once: stock Horovod ("horovod"), "balance" or "compression" alone, or "both"."""
     _mark(name, seed, settings)

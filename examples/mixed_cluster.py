@@ -26,7 +26,7 @@ import horovod.torch as hvd
 import torch
 from demo_data import DataError, Images, load
 from demo_report import LABELS, compare, draw, format_table, summarise, windows_by_run
-from demo_training import RUNS, WINDOW_STEPS, Progress, Run, Settings, train
+from demo_training import RUNS, WINDOW_STEPS, Progress, Run, Settings, train, warm_up
 
 import hvd_hetero as het
 from hvd_hetero.telemetry.report import read_records
@@ -106,6 +106,11 @@ def make_settings(options: argparse.Namespace, ranks: int) -> Settings:
     target = preset.target_accuracy if options.target is None else options.target
     if not 0 < target <= 1:
         raise OptionError(f"--target {target:g}: an accuracy is above 0 and at most 1")
+    rate = preset.learning_rate if options.learning_rate is None else options.learning_rate
+    if not 0 < rate < float("inf"):
+        raise OptionError(f"--learning-rate {rate:g}: must be above 0")
+    if not 0 <= options.momentum < 1:
+        raise OptionError(f"--momentum {options.momentum:g}: must be at least 0 and below 1")
     het.Compression.adaptive(eps=options.eps)  # raises for an eps that cannot be used
     even_factor_samples = total / ranks * max(slowdown)
     return Settings(
@@ -117,7 +122,7 @@ def make_settings(options: argparse.Namespace, ranks: int) -> Settings:
         steps=options.steps,
         eps=options.eps,
         target_accuracy=target,
-        learning_rate=options.learning_rate or preset.learning_rate,
+        learning_rate=rate,
         momentum=options.momentum,
         records=options.output / "records.jsonl",
     )
@@ -272,6 +277,7 @@ def main() -> None:
     options, settings, data = prepare()
     if hvd.rank() == 0:
         print(introduction(settings, data), flush=True)
+    warm_up()
     runs = []
     with open_progress(options.progress, settings.steps) as progress:
         for seed in range(options.seeds):

@@ -22,7 +22,7 @@ from hvd_hetero.cli.mpi import Mpi, find_mpi
 # Each launcher's own variables for the number of ranks, and for those on this host.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_PROBE_SECONDS = 60.0
+_PROBE_SECONDS = 90.0
 
 _LIBRARY = """
 import json, sys

@@ -206,13 +206,17 @@ class Balancer:
 
     # ---- what the optimizer uses ----------------------------------------------------------------
 
-    def attach(self, optimizer_name: str) -> None:
-        """Bind to one optimizer. Raises ConfigurationError for a second one."""
+    def check_free(self) -> None:
+        """Raise ConfigurationError when an optimizer listens already."""
         if self._optimizer_name is not None:
             raise ConfigurationError(
                 f"this Balancer already serves the optimizer {self._optimizer_name}; one "
                 "optimizer listens to one loader: create another Balancer for this one"
             )
+
+    def attach(self, optimizer_name: str) -> None:
+        """Bind to one optimizer."""
+        self.check_free()
         self._optimizer_name = optimizer_name
 
     def batch_of_pass(self) -> tuple[float, float]:

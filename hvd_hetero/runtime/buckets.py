@@ -42,6 +42,7 @@ class Bucket:
         self.feedback = ErrorFeedback(self.elements, self.dtype, parameter.device)
         self._waiting_for = {id(member.parameter) for member in members}
         self._seen: dict[str, tuple[torch.Tensor | None, int]] = {}
+        self._added: set[int] = set()
 
     @property
     def full(self) -> bool:
@@ -52,6 +53,7 @@ class Bucket:
         gradient = member.parameter.grad
         if gradient is None:
             return
+        self._added.add(id(member.parameter))
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         view = self.feedback.work[member.span].view(member.parameter.shape)
@@ -78,13 +80,27 @@ class Bucket:
         """Wait for all members again."""
         self._waiting_for = {id(member.parameter) for member in self.members}
         self._seen.clear()
+        self._added.clear()
+
+    def overlooked(self) -> list[Member]:
+        """Members with a gradient no hook has seen: set by hand, or from before the hook."""
+        return [
+            member
+            for member in self.members
+            if id(member.parameter) not in self._added and _has_gradient(member.parameter)
+        ]
 
     def frozen_spans(self) -> list[slice]:
         """Spans of parameters frozen since they got their hook; they send nothing."""
         return [m.span for m in self.members if not m.parameter.requires_grad]
 
-    def write_gradients(self, total: torch.Tensor) -> None:
-        """Write the exchanged gradient into ``p.grad`` of every member that is not frozen."""
+    def write_gradients(self, total: torch.Tensor, gradient_scale: float) -> None:
+        """Write the exchanged gradient into ``p.grad`` of every member that is not frozen.
+
+        ``gradient_scale``: of mixed precision, back in which ``p.grad`` is expected.
+        """
+        if gradient_scale != 1.0:
+            total = total * gradient_scale
         for member in self.members:
             parameter = member.parameter
             if not parameter.requires_grad:
@@ -103,6 +119,13 @@ class Bucket:
         names = [member.name for member in self.members]
         listed = ", ".join(names) if len(names) <= 3 else f"{names[0]}, ... , {names[-1]}"
         return f"bucket {self.index} ({listed})"
+
+
+def _has_gradient(parameter: torch.nn.Parameter) -> bool:
+    gradient = parameter.grad
+    if gradient is None or not parameter.requires_grad:
+        return False
+    return gradient.is_sparse or bool(gradient.any())
 
 
 def build_buckets(

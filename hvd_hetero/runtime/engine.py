@@ -20,19 +20,22 @@ class WeightRule:
     """How a backward pass is weighted.
 
     ``rank_weight`` is used without a balancer: 1 / ranks for Horovod's Average, 1 for Sum.
+    ``gradient_scale`` of mixed precision is taken out of what is exchanged, so that residuals stay
+    right while it moves, and put back into ``p.grad``.
     """
 
     rank_weight: float
     loss_reduction: str
     loss_divided_by_passes: bool
     passes_per_step: int
+    gradient_scale: float = 1.0
 
     def weigh(self, batch: tuple[float, float] | None) -> PassWeight:
         """Return the weight for (own samples, samples of all ranks), None without a balancer."""
         if batch is None:
-            return PassWeight(self.rank_weight, own=self.rank_weight)
+            return PassWeight(self.rank_weight / self.gradient_scale, own=self.rank_weight)
         own, total = batch
-        weight = own if self.loss_reduction == "mean" else 1.0
+        weight = (own if self.loss_reduction == "mean" else 1.0) / self.gradient_scale
         if self.passes_per_step == 1:
             return PassWeight(weight / total, own=own / total)
         if self.loss_divided_by_passes:
@@ -66,16 +69,10 @@ class OptimizerEngine:
         self._step_batches: list[tuple[float, float] | None] = []
 
     def adopt(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        """Take in parameters that got Horovod's hook just now, on all ranks alike.
-
-        A gradient that gathered before the hook was there still counts in this step.
-        """
+        """Take in parameters that got Horovod's hook just now, on all ranks alike."""
         self.exchanger.add_parameters(named_parameters)
         for _, parameter in named_parameters:
             self.listen(parameter)
-            self._refuse_sparse(parameter)
-            if parameter.grad is not None and not self.exchanger.synchronized:
-                self.exchanger.add_late(parameter)
 
     # ---- hooks, called by autograd --------------------------------------------------------------
 
@@ -110,13 +107,16 @@ class OptimizerEngine:
             self.abandon_step()  # synchronized but not applied: a skipped mixed-precision step
         opens = passes_seen_by_parameter == self.exchanger.passes
         if opens or (not self._pass_open and self._current_batch() is not self._pass_batch):
-            self._pass_batch = self._current_batch()
-            self._step_batches.append(self._pass_batch)
-            self.exchanger.begin_pass(self._weight_rule().weigh(self._pass_batch))
+            self._open_pass()
         if not self._pass_open:
             self._pass_open = True
             engine: Any = torch.autograd.Variable._execution_engine  # as torch's own DDP does
             engine.queue_callback(self._on_backward_end)
+
+    def _open_pass(self) -> None:
+        self._pass_batch = self._current_batch()
+        self._step_batches.append(self._pass_batch)
+        self.exchanger.begin_pass(self._weight_rule().weigh(self._pass_batch))
 
     def _current_batch(self) -> tuple[float, float] | None:
         return None if self._balancer is None else self._balancer.batch_of_pass()
@@ -148,7 +148,12 @@ class OptimizerEngine:
         if self.exchanger.synchronized:
             return
         self._timer.synchronize_begins()
-        self.exchanger.synchronize()
+        for parameter in self.exchanger.overlooked():
+            self._refuse_sparse(parameter)
+            if not self.exchanger.passes:
+                self._open_pass()
+            self.exchanger.add_overlooked(parameter)
+        self.exchanger.synchronize(self._weight_rule().gradient_scale)
         self._coordinator.record(self._timer.exchange_ended(self._typical_batch()))
 
     def applied(self) -> None:

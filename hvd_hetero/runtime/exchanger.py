@@ -135,16 +135,20 @@ class GradientExchanger:
         bucket, member = self._places[id(parameter)]
         bucket.add(member, self._passes[-1].weight)
 
-    def add_late(self, parameter: torch.nn.Parameter) -> None:
-        """Add a gradient that gathered before the parameter had a hook, over all passes."""
+    def overlooked(self) -> list[torch.nn.Parameter]:
+        """Parameters with a gradient that no hook has seen in this step."""
+        return [member.parameter for bucket in self.buckets for member in bucket.overlooked()]
+
+    def add_overlooked(self, parameter: torch.nn.Parameter) -> None:
+        """Add a gradient set by hand or gathered before the hook, as the sum over all passes."""
         if len({one.weight for one in self._passes}) > 1:
             _, member = self._places[id(parameter)]
             raise BatchAccountingError(
-                f"parameter {member.name!r} was unfrozen between backward passes of different "
-                "weights: unfreeze it before optimizer.zero_grad()"
+                f"parameter {member.name!r} has a gradient that came without its hook, and the "
+                "backward passes of this step have different weights: unfreeze parameters before "
+                "optimizer.zero_grad()"
             )
-        if self._passes:
-            self.add(parameter)
+        self.add(parameter)
 
     def mark_ready(self, parameter: torch.nn.Parameter) -> bool:
         """The parameter's gradient is complete; return True when this launched something."""
@@ -160,8 +164,8 @@ class GradientExchanger:
 
     # ---- end of the step ------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        """Exchange what is left, wait for everything, write ``p.grad``.
+    def synchronize(self, gradient_scale: float = 1.0) -> None:
+        """Exchange what is left, wait for everything, write ``p.grad`` times ``gradient_scale``.
 
         A second call without a backward pass in between does nothing. Raises UnsupportedError
         when ``p.grad`` was changed after backward: the change would be lost.
@@ -172,7 +176,7 @@ class GradientExchanger:
         self._launch_rest()
         for bucket in self.buckets:
             exchange = self._await(bucket)
-            bucket.write_gradients(exchange.finish(self._scratch_for(bucket)))
+            bucket.write_gradients(exchange.finish(self._scratch_for(bucket)), gradient_scale)
         self._pending.clear()
         self.synchronized = True
 

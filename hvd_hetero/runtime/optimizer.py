@@ -61,6 +61,7 @@ def DistributedOptimizer(
     loss_reduction: str = "mean",
     loss_divided_by_passes: bool | None = None,
     local_clip_norm: float | None = None,
+    grad_scaler: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     exchange_timeout_seconds: float = 600.0,
     drift_check_steps: int | None = None,
@@ -83,6 +84,11 @@ def DistributedOptimizer(
         local_clip_norm: clip each rank's own gradient to this norm before aggregation. The usual
             recipe, ``synchronize()`` then ``clip_grad_norm_`` then ``step()`` inside
             ``skip_synchronize()``, clips the aggregated gradient.
+        grad_scaler: the ``torch.amp.GradScaler`` of mixed precision training, needed with
+            compression: residuals are kept free of its moving scale. The order of calls is
+            ``scaler.scale(loss).backward()``, ``optimizer.synchronize()``,
+            ``scaler.unscale_(optimizer)``, then ``scaler.step(optimizer)`` inside
+            ``optimizer.skip_synchronize()``, ``scaler.update()``.
         bucket_bytes: gradients travel in flat buckets of about this size.
         exchange_timeout_seconds: how long to wait for other ranks before an error.
         drift_check_steps: every so many steps compare parameters and learning rates between
@@ -118,6 +124,10 @@ def DistributedOptimizer(
         raise ConfigurationError(f"balancer={balancer!r}: expected an hvd_hetero.Balancer or None")
     if local_clip_norm is not None:
         check_float("local_clip_norm", local_clip_norm, minimum=0, exclusive_minimum=True)
+    if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+        raise ConfigurationError(
+            f"grad_scaler={grad_scaler!r}: expected a torch.amp.GradScaler or None"
+        )
     check_bool("sparse_as_dense", sparse_as_dense)
     if isinstance(op, bool) or op not in (hvd.Average, hvd.Sum, hvd.Adasum):
         raise ConfigurationError(f"op={op!r}: must be hvd.Average, hvd.Sum or hvd.Adasum")
@@ -155,6 +165,7 @@ def DistributedOptimizer(
         "loss_reduction": loss_reduction,
         "loss_divided_by_passes": loss_divided_by_passes,
         "local_clip_norm": local_clip_norm,
+        "grad_scaler": grad_scaler is not None,
         "bucket_bytes": bucket_bytes,
         "drift_check_steps": drift_check_steps,
         **parameter_signature(optimizer, names),
@@ -166,7 +177,7 @@ def DistributedOptimizer(
     if own_path:  # before Horovod registers hooks, which would stay
         _refuse_claimed(mine, prefix)
         if balancer is not None:
-            balancer.attach(prefix)
+            balancer.check_free()
     stock = _build_stock(
         optimizer,
         [(name, parameter) for parameter, name in names.items()],
@@ -189,6 +200,8 @@ def DistributedOptimizer(
         return stock
 
     _claim(mine, prefix)
+    if balancer is not None:
+        balancer.attach(prefix)
     timer = balancer.timer if balancer is not None else StepTimer()
     if collectives.size == 1:
         stock._register_hooks()  # Horovod registers none for one process
@@ -220,6 +233,7 @@ def DistributedOptimizer(
             loss_reduction=loss_reduction,
             loss_divided_by_passes=bool(loss_divided_by_passes),
             passes_per_step=stock.backward_passes_per_step,
+            gradient_scale=1.0 if grad_scaler is None else float(grad_scaler.get_scale()),
         )
 
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)

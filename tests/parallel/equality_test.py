@@ -32,7 +32,7 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     # timing: without fusion two runs of stock Horovod are bit-equal as well.
     env = {"HOROVOD_FUSION_THRESHOLD": "0"} if ranks > 2 else {}
     return run_ranks(
-        "tests.parallel.equality_ranks:run", ranks, launcher, env=env, timeout_seconds=240
+        "tests.parallel.equality_ranks:run", ranks, launcher, env=env, timeout_seconds=270
     )
 
 

@@ -24,7 +24,7 @@ FORGETTING = [name for name, course in COURSES.items() if course.forget_residual
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Every rank's outcomes of all courses."""
     launcher, ranks = request.param
-    return run_ranks("tests.parallel.feedback_ranks:run", ranks, launcher, timeout_seconds=180)
+    return run_ranks("tests.parallel.feedback_ranks:run", ranks, launcher, timeout_seconds=270)
 
 
 def _series(results: list[dict[str, Any]], name: str, key: str) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.parallel.mpi_ranks import (
     WORKERS,
 )
 
-Results = dict[str, list[dict[str, Any]]]
+RANKS = "tests.parallel.mpi_ranks"
 
 LOADERS = [name for name in SCENARIOS if name.startswith(("workers", "13"))]
 LAUNCHES: dict[str, tuple[Launcher, str, list[str]]] = {
@@ -28,24 +29,17 @@ LAUNCHES: dict[str, tuple[Launcher, str, list[str]]] = {
 SUMS = [3.0 * number for number in range(100)]
 
 
-@pytest.fixture(scope="module")
-def results() -> Results:
-    """Results of every launch by scenario and rank."""
-    return {
-        name: run_ranks(
-            "tests.parallel.mpi_ranks:run",
-            2,
-            launcher,
-            {"imported": imported, "scenarios": scenarios},
-            timeout_seconds=240,
-        )
-        for name, (launcher, imported, scenarios) in LAUNCHES.items()
-    }
+@functools.cache
+def launched(name: str) -> list[dict[str, Any]]:
+    """Results of one launch by rank; made when a test first asks for it."""
+    launcher, imported, scenarios = LAUNCHES[name]
+    arguments = {"imported": imported, "scenarios": scenarios}
+    return run_ranks(f"{RANKS}:run", 2, launcher, arguments, timeout_seconds=240)
 
 
-def of(results: Results, launch: str, scenario: str) -> list[Any]:
+def of(launch: str, scenario: str) -> list[Any]:
     """A scenario's result on every rank; fails with the traceback where there is one."""
-    found = [result[scenario] for result in results[launch]]
+    found = [result[scenario] for result in launched(launch)]
     for one in found:
         assert not (isinstance(one, dict) and "error" in one), one["error"]
     return found
@@ -64,9 +58,9 @@ def of(results: Results, launch: str, scenario: str) -> list[Any]:
         ("gloo, before", "CollectivesChannel", "Horovod runs without MPI"),
     ],
 )
-def test_channel_and_its_reason(launch: str, channel: str, reason: str, results: Results) -> None:
+def test_channel_and_its_reason(launch: str, channel: str, reason: str) -> None:
     """S47, DESIGN 3: mpi4py where it can be used, else Horovod; the log says which and why."""
-    for rank in of(results, launch, "channel"):
+    for rank in of(launch, "channel"):
         assert rank["channel"] == channel
         assert sum(reason in text for text in rank["messages"]) == 1
         assert rank["steps"] == EPOCH_SAMPLES // GLOBAL_BATCH
@@ -74,9 +68,9 @@ def test_channel_and_its_reason(launch: str, channel: str, reason: str, results:
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_replicas_agree_whatever_the_channel(launch: str, results: Results) -> None:
+def test_replicas_agree_whatever_the_channel(launch: str) -> None:
     """S47: training under every combination ends with the same parameters on both ranks."""
-    first, second = of(results, launch, "channel")
+    first, second = of(launch, "channel")
     assert first["parameters"] == second["parameters"]
 
 
@@ -89,9 +83,9 @@ def test_replicas_agree_whatever_the_channel(launch: str, results: Results) -> N
         if one in ("barriers", "allreduces")
     ],
 )
-def test_horovod_and_mpi4py_in_turn(launch: str, scenario: str, results: Results) -> None:
+def test_horovod_and_mpi4py_in_turn(launch: str, scenario: str) -> None:
     """S47: a hundred times barrier and allreduce, each right."""
-    assert of(results, launch, scenario) == [SUMS, SUMS]
+    assert of(launch, scenario) == [SUMS, SUMS]
 
 
 # ---- loaders ------------------------------------------------------------------------------------
@@ -110,10 +104,10 @@ def read_in(ranks: list[Any], epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("launch", ["mpirun, before", "gloo, before"])
 @pytest.mark.parametrize("workers", ["none", "fork", "forkserver"])
-def test_sizes_follow_the_plan(launch: str, workers: str, results: Results) -> None:
+def test_sizes_follow_the_plan(launch: str, workers: str) -> None:
     """S48: persistent workers, two epochs, plans agreed after steps 4 and 12: they apply late by
     what workers had drawn ahead, at most num_workers * prefetch_factor batches."""
-    ranks = of(results, launch, f"workers {workers}")
+    ranks = of(launch, f"workers {workers}")
     ahead = 0 if workers == "none" else WORKERS * PREFETCH
     expected = [[4, 4]] * (4 + ahead) + [[6, 2]] * 8 + [[2, 6]] * (8 - ahead)
     assert sizes_of(ranks) == expected
@@ -122,9 +116,9 @@ def test_sizes_follow_the_plan(launch: str, workers: str, results: Results) -> N
 
 @pytest.mark.parametrize("launch", ["mpirun, before", "gloo, before"])
 @pytest.mark.parametrize("workers", ["none", "fork", "forkserver"])
-def test_samples_exactly_once(launch: str, workers: str, results: Results) -> None:
+def test_samples_exactly_once(launch: str, workers: str) -> None:
     """S48: plan changes lose no sample and repeat none; epochs differ in their order."""
-    ranks = of(results, launch, f"workers {workers}")
+    ranks = of(launch, f"workers {workers}")
     for epoch in range(2):
         assert read_in(ranks, epoch) == list(range(EPOCH_SAMPLES))
     assert ranks[0]["read"][0] != ranks[0]["read"][1]
@@ -132,9 +126,9 @@ def test_samples_exactly_once(launch: str, workers: str, results: Results) -> No
 
 @pytest.mark.parametrize("launch", ["mpirun, before", "gloo, before"])
 @pytest.mark.parametrize("first", ["4:1", "3:2"])
-def test_thirteen_samples(launch: str, first: str, results: Results) -> None:
+def test_thirteen_samples(launch: str, first: str) -> None:
     """S37: two full batches and a tail of three; each sample once in each of two epochs."""
-    ranks = of(results, launch, f"13 samples {first}")
+    ranks = of(launch, f"13 samples {first}")
     sizes = sizes_of(ranks)
     one, two = ([4, 1], [3, 2]) if first == "4:1" else ([3, 2], [4, 1])
     assert sizes[:2] == [one, one]
@@ -148,9 +142,9 @@ def test_thirteen_samples(launch: str, first: str, results: Results) -> None:
 
 @pytest.mark.parametrize("launch", ["mpirun, before", "gloo, before"])
 @pytest.mark.parametrize("first", ["4:1", "3:2"])
-def test_thirteen_samples_without_the_last(launch: str, first: str, results: Results) -> None:
+def test_thirteen_samples_without_the_last(launch: str, first: str) -> None:
     """S37: drop_last leaves out the tail of three, which is another one in each epoch."""
-    ranks = of(results, launch, f"13 samples {first} drop")
+    ranks = of(launch, f"13 samples {first} drop")
     one, two = ([4, 1], [3, 2]) if first == "4:1" else ([3, 2], [4, 1])
     assert sizes_of(ranks) == [one, one, two, two]
     for epoch in range(2):

@@ -24,7 +24,7 @@ from hvd_hetero.planning.plan import Plan
 
 GLOBAL_BATCH = 16
 WINDOW_STEPS = 3
-TIMEOUT_SECONDS = 30.0  # of one exchange: a scenario that fails on one rank ends on the others
+TIMEOUT_SECONDS = 60.0  # of one exchange: a scenario that fails on one rank ends on the others
 FEATURES, CLASSES = 6, 3
 
 

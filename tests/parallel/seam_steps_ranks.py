@@ -438,6 +438,41 @@ def grad_scaler_all_ranks_skip() -> None:
     check_differ(residuals(optimizer), kept)
 
 
+@scenario(1, 2)
+def grad_scaler_moves() -> None:
+    """DESIGN 4: residuals are free of the scale, so a moving one changes nothing, bit by bit."""
+    for compression in (dense(), het.Compression.topk(4)):
+        models = []
+        for scaler in (
+            torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+            torch.amp.GradScaler("cpu", enabled=False),
+        ):
+            model = classifier()
+            optimizer = wrap(model, sgd(model), compression=compression, grad_scaler=scaler)
+            for step in range(6):
+                _scaled_step(model, optimizer, scaler, own_batch(step), clip=False)
+            models.append(model)
+        check_close(models[0], models[1], 0)
+
+
+@scenario(1, 2)
+def gradients_set_by_hand() -> None:
+    """A gradient that no backward made is aggregated as stock Horovod does it."""
+    stock_model, model = classifier(), classifier()
+    optimizers = [
+        hvd.DistributedOptimizer(sgd(stock_model), stock_model.named_parameters()),
+        wrap(model, sgd(model), compression=dense()),
+    ]
+    for net, optimizer in zip((stock_model, model), optimizers, strict=True):
+        for step in range(2):
+            optimizer.zero_grad()
+            for parameter in net.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + step + hvd.rank())
+            optimizer.step()
+    check_close(model, stock_model, 1e-12)
+    check_differ(model, classifier())
+
+
 # ---- several optimizers -------------------------------------------------------------------------
 
 
