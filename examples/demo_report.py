@@ -40,7 +40,8 @@ def windows_by_run(records: Iterable[Record]) -> Windows:
 def summarise(runs: Sequence[Run], windows: Windows, target: float) -> dict[str, dict[str, Any]]:
     """Return for each kind of training the medians over its seeds, and ``runs``, seed by seed.
 
-    ``local_batches`` and ``cf`` (None: dense) are those at the end of the last seed.
+    ``local_batches`` and ``cf`` (None: dense) are those at the end of the last seed. Each of
+    ``runs`` also has its ``evaluations``: [step, seconds of training, accuracy].
     """
     summary: dict[str, dict[str, Any]] = {}
     for name in RUNS:
@@ -67,6 +68,7 @@ def _of_one(run: Run, windows: Sequence[WindowRecord], target: float) -> dict[st
         "seconds": sum(run.step_seconds),
         "local_batches": list(run.local_batches),
         "cf": windows[-1].cf,
+        "evaluations": [list(evaluation) for evaluation in run.evaluations],
     }
 
 
@@ -114,8 +116,10 @@ def compare(summary: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on "both" against stock Horovod."""
     both, stock = summary["both"], summary["horovod"]
     step = both["step_seconds"] / stock["step_seconds"]
-    sent = both["bytes_per_step"] / stock["bytes_per_step"]
-    return f"Both against stock Horovod: {step:.2f} of the step time, {sent:.2f} of the bytes."
+    text = f"Both against stock Horovod: {step:.2f} of the step time"
+    if stock["bytes_per_step"]:  # one rank alone sends nothing
+        text += f", {both['bytes_per_step'] / stock['bytes_per_step']:.2f} of the bytes"
+    return f"{text}."
 
 
 def draw(path: Path, runs: Sequence[Run], windows: Windows, target: float, title: str) -> None:

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hvd_hetero"
 # other unless ALSO says so.
 LEVELS = {
     "errors": 0,
+    "environment": 0,
     "compression": 1,
     "balance": 1,
     "planning": 2,

@@ -27,7 +27,7 @@ _STANDARDS = ((202302, 23), (202002, 20), (201703, 17), (201402, 14))
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
 _ERROR_LINE = re.compile(
     r"(\berror: |\bfatal error\b|CMake Error|undefined reference|internal compiler error"
-    r"|Could NOT find|Killed signal|FATAL_ERROR)"
+    r"|Killed signal)"
 )
 
 
@@ -160,11 +160,13 @@ def first_errors(lines: Iterable[str], *, most: int = 12) -> list[str]:
 
 def explain_build_failure(lines: list[str], torch_version: str) -> str:
     """One sentence: why a build ended and how to mend it."""
-    text = "\n".join(lines)
-    if "No space left on device" in text:
+    everything = "".join(lines)
+    if "No space left on device" in everything:
         return "the disk is full: free 2 GB or set TMPDIR to a folder with room, then try again"
-    if "Killed signal" in text or "internal compiler error: Killed" in text:
+    if "Killed signal" in everything or "internal compiler error: Killed" in everything:
         return "the compiler ran out of memory: try again with --jobs 1"
+    # CMake also names what it has looked for in vain and can do without.
+    text = "\n".join(first_errors(lines))
     if "Could NOT find MPI" in text:
         return "CMake cannot use the MPI compiler: give a working one by --mpi-cxx PATH"
     if "CUDAToolkit" in text or "CUDA_TOOLKIT" in text:
@@ -175,8 +177,9 @@ def explain_build_failure(lines: list[str], torch_version: str) -> str:
     if "Could NOT find NCCL" in text:
         return "NCCL is not installed: install it or set HOROVOD_NCCL_HOME, or leave out --nccl"
     return (
-        f"Horovod {HOROVOD_VERSION} does not compile against torch {torch_version}: the compiler's "
-        "error stands above; choose another torch, for example torch==2.13.0"
+        f"Horovod {HOROVOD_VERSION} does not compile against torch {torch_version}: the first "
+        "error stands above; choose another torch (2.13.0 is known to work) or, by CXX, another "
+        "compiler"
     )
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvd_hetero.cli.facts import Facts
+from hvd_hetero.environment import KNOWN_VARIABLES, unknown_variables
 
-KNOWN_VARIABLES = ("HVD_HETERO_LOG",)
 _INSTALL = "run `hvd-hetero install-horovod`"
 
 Severity = Literal["error", "warning", "note"]
@@ -179,14 +179,13 @@ def _cores(facts: Facts) -> Iterator[Finding]:
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:
-    for name in facts.environment:
-        if name.startswith("HVD_HETERO_") and name not in KNOWN_VARIABLES:
-            close = difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)
-            remedy = f"did you mean {close[0]}?" if close else "unset it"
-            known = ", ".join(KNOWN_VARIABLES)
-            yield Finding(
-                "warning", f"{name} is set and means nothing here", f"{remedy} (known: {known})"
-            )
+    for name in unknown_variables(facts.environment):
+        close = difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)
+        remedy = f"did you mean {close[0]}?" if close else "unset it"
+        known = ", ".join(KNOWN_VARIABLES)
+        yield Finding(
+            "warning", f"{name} is set and means nothing here", f"{remedy} (known: {known})"
+        )
 
 
 def _launching(facts: Facts) -> Iterator[Finding]:

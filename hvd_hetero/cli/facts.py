@@ -18,6 +18,7 @@ from typing import Any
 
 import hvd_hetero
 from hvd_hetero.cli.mpi import Mpi, find_mpi
+from hvd_hetero.environment import PREFIX
 
 # Each launcher's own variables for the number of ranks, and for those on this host.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
@@ -141,7 +142,7 @@ def collect() -> Facts:
     torch = _probe(_TORCH, versions["torch"])
     threads = str(torch.told.get("threads", 1))
     path = os.environ.get("PATH", "") + os.pathsep + str(Path(sys.executable).parent)
-    prefixes = ("HVD_HETERO_", "HOROVOD_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_NTASKS")
+    prefixes = (PREFIX, "HOROVOD_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_NTASKS")
     more = {
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from hvd_hetero.environment import KNOWN_VARIABLES, unknown_variables
 from hvd_hetero.errors import (
     ConfigurationError,
     ExchangeFailedError,
@@ -43,8 +44,6 @@ _RELIED_ON = (
 )
 
 
-_PREFIX = "HVD_HETERO_"
-_VARIABLES = ("HVD_HETERO_LOG",)
 _warned_of: set[str] = set()
 
 
@@ -151,13 +150,13 @@ def check_environment() -> None:
             "Horovod's elastic mode (HOROVOD_ELASTIC=1) is not supported by hvd_hetero: "
             "launch with a fixed number of ranks"
         )
-    for name in sorted(os.environ):
-        if name.startswith(_PREFIX) and name not in _VARIABLES and name not in _warned_of:
+    for name in unknown_variables(os.environ):
+        if name not in _warned_of:
             _warned_of.add(name)
             logger.warning(
                 "%s is set, but hvd_hetero has no such variable and ignores it; it knows %s",
                 name,
-                ", ".join(_VARIABLES),
+                ", ".join(KNOWN_VARIABLES),
             )
 
 

@@ -20,6 +20,7 @@ from hvd_hetero.balance.timing import StepTiming, WindowTiming, summarise
 from hvd_hetero.compression import controller
 from hvd_hetero.compression.gain import Energies
 from hvd_hetero.compression.spec import Adaptive, TopK
+from hvd_hetero.environment import LOG
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.runtime.agreement import (
     Channel,
@@ -52,7 +53,7 @@ class CoordinatorOptions:
     @property
     def log_path(self) -> str | None:
         """File of the records: the argument, else HVD_HETERO_LOG, else None."""
-        return self.log or os.environ.get("HVD_HETERO_LOG") or None
+        return self.log or os.environ.get(LOG) or None
 
 
 def open_channel(start: CollectivesChannel, prefix: str, timeout_seconds: float) -> Channel:

@@ -124,7 +124,9 @@ def DistributedOptimizer(
         raise ConfigurationError(f"balancer={balancer!r}: expected an hvd_hetero.Balancer or None")
     if local_clip_norm is not None:
         check_float("local_clip_norm", local_clip_norm, minimum=0, exclusive_minimum=True)
-    if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+    if isinstance(grad_scaler, type) or not (
+        grad_scaler is None or callable(getattr(grad_scaler, "get_scale", None))
+    ):
         raise ConfigurationError(
             f"grad_scaler={grad_scaler!r}: expected a torch.amp.GradScaler or None"
         )

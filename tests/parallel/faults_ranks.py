@@ -48,7 +48,7 @@ class Net(torch.nn.Module):
             raise RuntimeError(f"rank {FAILING_RANK} failed in forward")
         hidden = torch.relu(self.first(x))
         if self.broken == "backward":
-            hidden.register_hook(self._fail)
+            hidden.register_hook(self._fail)  # type: ignore[no-untyped-call]
         out: torch.Tensor = self.second(hidden)
         return out
 
@@ -100,7 +100,7 @@ def train(place: str, *, mpi4py: str, workers: int = 0, timeout_seconds: float =
                 if place == "gather":
                     optimizer._hetero._coordinator._report = _fail_in_report
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
+            torch.autograd.backward(torch.nn.functional.mse_loss(model(x), y))
             optimizer.step()
             if failing and place == "step":
                 raise RuntimeError(f"rank {FAILING_RANK} failed in step")

@@ -87,6 +87,11 @@ def test_table_and_comparison() -> None:
     assert "0.50 of the step time, 1.00 of the bytes" in compare(summary)
 
 
+def test_one_rank_alone_sends_nothing() -> None:
+    entry = {"step_seconds": 0.1, "bytes_per_step": 0.0}
+    assert compare({"both": entry, "horovod": entry}).endswith("1.00 of the step time.")
+
+
 def test_figure_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "figure.png"
     runs = [_run(name, 0, (0.95, 0.97)) for name in RUNS]

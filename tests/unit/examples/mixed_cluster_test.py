@@ -62,8 +62,8 @@ def test_sleep_is_long_enough(slowdown: str, total: int) -> None:
 
 def test_introduction_says_what_is_emulated() -> None:
     text = introduction(make_settings(parse([]), 4), load("digits"))
-    assert "sleep 1, 2, 2, 4 ms a sample" in text
-    assert "128 ms with even batches, 57 ms with the best split" in text
+    assert "sleep 1.5, 3, 3, 6 ms a sample" in text
+    assert "192 ms with even batches, 85 ms with the best split" in text
 
 
 def test_records_lie_in_the_output_folder(tmp_path: Path) -> None:
