@@ -140,6 +140,8 @@ def train(name: str, seed: int, data: Images, settings: Settings, progress: Prog
         optimizer = het.DistributedOptimizer(
             optimizer, model.named_parameters(), compression, balancer=balancer, log=log
         )
+    # The rate falls to 0, so that the accuracy at the end is no matter of the last few batches.
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
@@ -153,6 +155,7 @@ def train(name: str, seed: int, data: Images, settings: Settings, progress: Prog
         loss: Any = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
+        schedule.step()
         run.step_seconds.append(time.perf_counter() - began)
         if step % WINDOW_STEPS == 0:
             run.local_batches = _local_batches(balancer, settings.global_batch_size)

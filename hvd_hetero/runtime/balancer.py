@@ -98,6 +98,7 @@ class Balancer:
         self._yielded: tuple[float, float] | None = None  # by the loader, likewise
         self._optimizer_name: str | None = None
         self.timer = StepTimer()
+        self.position: list[int] | None = None  # (pass, step) of the batch yielded last
         verify_alike(self._channel.allgather(self.describe(), "options"))
 
     # ---- what scripts use -----------------------------------------------------------------------
@@ -291,6 +292,7 @@ class Balancer:
         }
 
     def _on_yield(self, batch: LocalBatch | None) -> None:
+        self.position = None if batch is None else [batch.epoch_pass, batch.step]
         self._yielded = (
             None if batch is None else (float(batch.samples), float(batch.global_samples))
         )

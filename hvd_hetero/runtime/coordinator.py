@@ -27,11 +27,16 @@ from hvd_hetero.runtime.agreement import (
     CollectivesChannel,
     Message,
     MpiChannel,
+    verify_alike,
 )
 from hvd_hetero.runtime.balancer import Balancer
 from hvd_hetero.runtime.drift import check_drift
 from hvd_hetero.runtime.exchanger import GradientExchanger, SparsityMode
-from hvd_hetero.runtime.mpi import install_abort_hook, world_communicator
+from hvd_hetero.runtime.mpi import (
+    EXPECTED_WITHOUT_MPI,
+    install_abort_hook,
+    world_communicator,
+)
 from hvd_hetero.runtime.timings import StepTimer
 from hvd_hetero.telemetry.records import BucketLayout, ConfigurationRecord, WindowRecord
 from hvd_hetero.telemetry.sink import JsonLinesSink
@@ -67,7 +72,12 @@ def open_channel(start: CollectivesChannel, prefix: str, timeout_seconds: float)
     reasons = [message["reason"] for message in start.allgather({"reason": reason}, "transport")]
     if any(one != "mpi4py" for one in reasons):
         others = sorted(set(reasons) - {"mpi4py"})
-        logger.info("agreements travel over Horovod's collectives: %s", "; ".join(others))
+        expected = all(one in EXPECTED_WITHOUT_MPI for one in others)
+        logger.log(
+            logging.INFO if expected else logging.WARNING,
+            "agreements travel over Horovod's collectives: %s",
+            "; ".join(others),
+        )
         return start
     logger.info("agreements travel over mpi4py")
     assert world is not None
@@ -145,6 +155,7 @@ class Coordinator:
         )
         with holding:
             reports = self._channel.allgather(self._report(due), "window")
+            verify_alike([report["alike"] for report in reports])
             decision = self._decide(due, reports) if self._options.rank == 0 else None
             self._apply(self._channel.broadcast(decision, "decision"))
         if self._sink is not None and "record" in due:
@@ -152,12 +163,15 @@ class Coordinator:
             self._changed = []
 
     def _report(self, due: Sequence[str]) -> Message:
-        report: Message = {"timings": {}}
+        report: Message = {"timings": {}, "alike": {}}
         for name in due:
             timings, self._timings[name] = self._timings[name], []
             report["timings"][name] = summarise(timings).to_dict() if timings else None
         if self._balancer is not None:
             report["drawn"] = list(self._balancer.schedule.drawn)
+            # A rank that skipped a batch would pair its gradients with the wrong ones for ever.
+            position = self._balancer.position
+            report["alike"][f"(pass, batch) of the loader after step {self.steps}"] = position
         if "compression" in due:
             energies = self._exchanger.take_energies()
             report["energies"] = None if energies is None else energies.to_dict()

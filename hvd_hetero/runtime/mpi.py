@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +16,13 @@ import horovod.torch as hvd
 
 logger = logging.getLogger("hvd_hetero")
 
+ONE_RANK = "one rank"
+NO_MPI = "Horovod runs without MPI"
+EXPECTED_WITHOUT_MPI = (ONE_RANK, NO_MPI)
+"""Reasons for doing without mpi4py that nobody needs to be warned of."""
+
 _abort_hook_installed = False
+_step_open = False
 
 
 def world_communicator() -> tuple[Any | None, str]:
@@ -23,9 +32,9 @@ def world_communicator() -> tuple[Any | None, str]:
     importing mpi4py.MPI initialises MPI.
     """
     if int(hvd.size()) == 1:
-        return None, "one rank"
+        return None, ONE_RANK
     if not hvd.mpi_enabled():
-        return None, "Horovod runs without MPI"
+        return None, NO_MPI
     if not hvd.mpi_threads_supported():
         return None, "MPI was initialised without multi-threading (MPI_THREAD_MULTIPLE)"
     try:
@@ -44,7 +53,8 @@ def world_communicator() -> tuple[Any | None, str]:
 def install_abort_hook(world: Any) -> None:
     """Make an uncaught exception of this rank end the whole MPI job, once it was printed.
 
-    Without it Python's exit waits in MPI_Finalize for ranks that wait for this one.
+    Without it Python's exit waits in MPI_Finalize for ranks that wait for this one. A script that
+    catches what a step raised and then exits ends the job too: the others are within that step.
     """
     global _abort_hook_installed
     if _abort_hook_installed:
@@ -65,4 +75,19 @@ def install_abort_hook(world: Any) -> None:
             if os.getpid() == rank_process:  # a forked child has the hook, but is no rank
                 world.Abort(1)
 
+    def abort_within_step() -> None:
+        if _step_open and os.getpid() == rank_process:
+            sys.stderr.flush()
+            world.Abort(1)
+
     sys.excepthook = print_and_abort
+    atexit.register(abort_within_step)  # runs before what Horovod and mpi4py registered
+
+
+@contextmanager
+def open_step() -> Iterator[None]:
+    """Mark an optimizer step; one that raises stays open until another one is done."""
+    global _step_open
+    _step_open = True
+    yield
+    _step_open = False

@@ -34,6 +34,7 @@ from hvd_hetero.runtime.coordinator import Coordinator, CoordinatorOptions, open
 from hvd_hetero.runtime.engine import OptimizerEngine, WeightRule
 from hvd_hetero.runtime.exchanger import GradientExchanger
 from hvd_hetero.runtime.joining import refuse_join
+from hvd_hetero.runtime.mpi import open_step
 from hvd_hetero.runtime.parameters import name_parameters, parameter_signature
 from hvd_hetero.runtime.timings import StepTimer
 
@@ -199,6 +200,12 @@ def DistributedOptimizer(
     optimizer._opt_called = True  # type: ignore[attr-defined]
     _override_common(type(stock))
     if not own_path:
+        if options.log_path is not None and collectives.rank == 0:
+            logger.warning(
+                "nothing is recorded in %s: without compression, balancer and local_clip_norm "
+                "gradients take Horovod's own path",
+                options.log_path,
+            )
         return stock
 
     _claim(mine, prefix)
@@ -426,8 +433,9 @@ def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesCh
                 )
             self.synchronize()
         self._synchronized = False
-        result = torch_class.step(self)
-        engine.applied()
+        with open_step():
+            result = torch_class.step(self)
+            engine.applied()
         return result
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:

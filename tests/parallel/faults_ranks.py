@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -60,8 +61,9 @@ def train(place: str, *, mpi4py: str, workers: int = 0, timeout_seconds: float =
     """Train with compression and balancing; rank 1 fails at ``place``, mostly in step 3.
 
     At "construction" it fails between the balancer and the optimizer, at "loader" where the data
-    set is read, at "gather" and "step" after the optimizer's step. ``mpi4py``: "absent", or
-    imported before Horovod starts: "early".
+    set is read, at "gather" and "step" after the optimizer's step; at "caught" the script catches
+    what the gather raised, and exits. ``mpi4py``: "absent", or imported before Horovod starts:
+    "early".
     """
     if mpi4py == "early":
         from mpi4py import MPI  # noqa: F401  imported for its effect: it initialises MPI
@@ -97,11 +99,17 @@ def train(place: str, *, mpi4py: str, workers: int = 0, timeout_seconds: float =
                 _say_when()
                 model.broken = place
                 _end(place)
-                if place == "gather":
+                if place in ("gather", "caught"):
                     optimizer._hetero._coordinator._report = _fail_in_report
             optimizer.zero_grad()
             torch.autograd.backward(torch.nn.functional.mse_loss(model(x), y))
-            optimizer.step()
+            try:
+                optimizer.step()
+            except RuntimeError:
+                if place != "caught":
+                    raise
+                traceback.print_exc()
+                sys.exit(3)
             if failing and place == "step":
                 raise RuntimeError(f"rank {FAILING_RANK} failed in step")
 

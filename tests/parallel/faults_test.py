@@ -88,6 +88,12 @@ def test_a_rank_that_exits_ends_the_job(launcher: Launcher, mpi4py: str) -> None
     assert "Horovod has been shut down" in result.output or result.ranks[0].exit_code is None
 
 
+def test_a_step_that_failed_and_was_caught_ends_the_job() -> None:
+    """S49: scripts that print an error and exit leave the others in the middle of the step."""
+    result = run("mpirun", 2, "caught", "early")
+    assert "rank 1 failed in gather" in result.output
+
+
 @pytest.mark.parametrize("launcher", BOTH_LAUNCHERS)
 def test_a_killed_rank_ends_the_job(launcher: Launcher) -> None:
     """A20: as the kernel does it when memory is out."""

@@ -473,6 +473,23 @@ def gradients_set_by_hand() -> None:
     check_differ(model, classifier())
 
 
+@scenario(2)
+def a_skipped_batch() -> None:
+    """A rank that skips a batch alone is found out at the next agreement, on all ranks."""
+    data = torch.utils.data.TensorDataset(*joined_batch(0, [32, 32]))
+    balancer = het.Balancer(8, window_steps=2)
+    loader = balancer.data_loader(data)
+    model = classifier()
+    optimizer = wrap(model, sgd(model), balancer=balancer)
+    with raises(het.RankMismatchError, "(pass, batch)", "rank 0 has", "rank 1 has"):
+        for index, batch in enumerate(loader):
+            if index == 1 and hvd.rank() == 1:
+                continue
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+
 # ---- several optimizers -------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -126,3 +127,23 @@ def test_forked_children_do_not_abort(
     sys.excepthook(ValueError, ValueError("boom"), None)
     assert seen == ["boom"]
     assert world.aborted == []
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_exit_within_a_step_aborts(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S49: a step that raised is not done, whoever caught it; a later one that ends well is."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(mpi, "_abort_hook_installed", False)
+    monkeypatch.setattr(mpi, "_step_open", False)
+    world = World()
+    mpi.install_abort_hook(world)
+    with pytest.raises(ValueError, match="within"), mpi.open_step():
+        raise ValueError("within")
+    if not failing:
+        with mpi.open_step():
+            pass
+    (exit_function,) = at_exit
+    exit_function()
+    assert world.aborted == ([1] if failing else [])
