@@ -28,7 +28,8 @@ test: install
 	@$(VENV)/python -m pytest $(PYTEST_ARGS)
 
 demo: install
-	@$(VENV)/python tools/mpirun.py -n $(DEMO_RANKS) examples/mixed_cluster.py $(DEMO_ARGS)
+	@$(VENV)/python tools/mpirun.py -n $(DEMO_RANKS) examples/mixed_cluster.py \
+		$$([ -t 1 ] && echo --progress rich) $(DEMO_ARGS)
 
 lint: install
 	@$(VENV)/ruff check .

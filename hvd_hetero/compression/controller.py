@@ -13,9 +13,9 @@ window, with the reason. The rules, in the order in which they are tried:
    compression has lasted as long as the wait.
 4. The current factor no longer reaches eps: it becomes a ceiling, and the next lower rung is used
    if that reaches eps, else ``cf_min`` if only that does, else no compression.
-5. The current factor did not raise compression throughput T_c = samples per second * gain by at
-   least omega over the rung below: go back there and stop (of two factors of equal throughput
-   the lower one loses less).
+5. The current factor changed compression throughput T_c = samples per second * gain by less than
+   omega over the rung below: go back there and stop (of two factors of equal throughput the lower
+   one loses less). A larger fall does not end the search: as published, only eps bounds the loss.
 6. The candidate, one rung up, reaches eps: take it.
 """
 
@@ -163,7 +163,7 @@ def _while_compressed(
     if below is not None:
         rise = (throughput - below) / below
         state = replace(state, throughput_below=None)
-        if rise < spec.omega:
+        if abs(rise) < spec.omega:
             lower = rungs[rung - 1]
             state = replace(state, rung=rung - 1, searching=False)
             return state, (

@@ -33,7 +33,7 @@ def test_demo_trains_four_times_and_writes_its_files(tmp_path: Path) -> None:
     """A rank that is three times slower gets the smaller batch, and bytes shrink."""
     steps = 40
     arguments = ["--slowdown", "1,3", "--global-batch-size", "32", "--steps", str(steps)]
-    arguments += ["--target", "0.5", "--output", str(tmp_path)]
+    arguments += ["--seeds", "1", "--target", "0.5", "--output", str(tmp_path)]
     result = launch(DEMO, 2, launcher="horovodrun-gloo", args=arguments, timeout_seconds=200)
 
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())

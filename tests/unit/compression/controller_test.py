@@ -106,6 +106,16 @@ def test_throughput_no_longer_rises() -> None:
     assert decision.reason == "kept: cf 10 gain 0.9900 >= eps 0.7500, search has ended"
 
 
+def test_a_large_fall_of_throughput_does_not_end_the_search() -> None:
+    """GraVAC stops when T_c changes by less than omega; what bounds the loss is eps."""
+    seen = _seen({10: 0.99, 20: 0.9, 40: 0.8}, step_seconds=1.0)
+    state, decision = advance(SPEC, AT_20, seen)
+    assert (decision.cf, state.searching) == (40.0, True)
+    slight = _seen({10: 0.99, 20: 0.96, 40: 0.8}, step_seconds=1.0)
+    state, decision = advance(SPEC, AT_20, slight)
+    assert (decision.cf, state.searching) == (10.0, False)
+
+
 def test_current_fails_and_becomes_a_ceiling() -> None:
     at_40 = replace(AT_20, rung=2)
     state, decision = advance(SPEC, at_40, _seen({10: 0.9, 20: 0.8, 40: 0.7, 80: 0.6}))
