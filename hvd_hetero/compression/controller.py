@@ -4,7 +4,7 @@ Once per window of steps the caller hands in what was measured and gets the fact
 window, with the reason. The rules, in the order in which they are tried:
 
 1. A window without energy, or with numbers that are not finite, decides nothing.
-2. A critical period, seen as a jump of the raw gradient energy per step, lifts every ceiling and
+2. A critical period, seen as a jump of the norm of the raw gradient, lifts every ceiling and
    starts the search again at ``cf_min``. The gain cannot serve as the sign: it falls by itself
    after the factor was raised.
 3. Without compression: wait ``dense_wait_windows``, then measure gain(``cf_min``) for one window
@@ -14,8 +14,8 @@ window, with the reason. The rules, in the order in which they are tried:
 4. The current factor no longer reaches eps: it becomes a ceiling, and the next lower rung is used
    if that reaches eps, else ``cf_min`` if only that does, else no compression.
 5. The current factor changed compression throughput T_c = samples per second * gain by less than
-   omega over the rung below: go back there and stop (of two factors of equal throughput the lower
-   one loses less). A larger fall does not end the search: as published, only eps bounds the loss.
+   omega over the rung below: stop here. A larger fall does not end the search: as published, only
+   eps bounds the loss.
 6. The candidate, one rung up, reaches eps: take it.
 """
 
@@ -85,13 +85,16 @@ def _rules(
 ) -> tuple[ControllerState, str]:
     now = observation.energies.raw_per_measurement
     base = state.raw_energy
-    change = 0.0 if base is None else (now - base) / base
+    change = 0.0 if base is None else math.sqrt(now / base) - 1.0  # of the norm
     critical = abs(change) >= spec.critical_change
     smoothed = now if base is None or critical else 0.5 * (base + now)
     state = replace(state, raw_energy=smoothed)
     note = ""
     if critical:
-        note = f"critical period (raw energy per step {base:.3g} -> {now:.3g}, {change:+.0%}): "
+        norm = 0.0 if base is None else math.sqrt(base)
+        note = (
+            f"critical period (gradient norm {norm:.3g} -> {math.sqrt(now):.3g}, {change:+.0%}): "
+        )
         state = replace(
             state, ceiling=len(spec.ladder()) - 1, searching=True, throughput_below=None
         )
@@ -164,11 +167,9 @@ def _while_compressed(
         rise = (throughput - below) / below
         state = replace(state, throughput_below=None)
         if abs(rise) < spec.omega:
-            lower = rungs[rung - 1]
-            state = replace(state, rung=rung - 1, searching=False)
-            return state, (
-                f"search ends at cf {lower:g}: throughput {throughput:.4g} at cf {cf:g} against "
-                f"{below:.4g} below, {rise:+.1%} is under omega {spec.omega:.1%}"
+            return replace(state, searching=False), (
+                f"search ends at cf {cf:g}: throughput {throughput:.4g} against {below:.4g} one "
+                f"rung below, {rise:+.1%} is within omega {spec.omega:.1%}"
             )
     if rung >= state.ceiling:
         limit = "cf_max" if rung == len(rungs) - 1 else "its ceiling"

@@ -84,8 +84,8 @@ class Adaptive(_NotACompressor):
         scaling: ``"geometric"`` multiplies by ``scaling_factor`` each time; ``"exponential"``
             doubles the exponent of ``scaling_factor`` each time (see ``ladder``).
         scaling_factor: at least 1.01.
-        critical_change: relative change of the raw gradient energy per step, between windows,
-            from which a period counts as critical and the search starts again from ``cf_min``.
+        critical_change: relative change of the norm of the raw gradient, between windows, from
+            which a period counts as critical and the search starts again from ``cf_min``.
         dense_wait_windows: windows without compression before ``cf_min`` is tried again; doubles
             each time the try fails.
         dense_margin: how far gain(``cf_min``) must exceed ``eps`` to leave dense, relative.
