@@ -21,7 +21,7 @@ class Member:
     """One parameter's place in a bucket: elements ``[start, stop)`` of the flat tensor."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     start: int
     stop: int
 
@@ -121,7 +121,7 @@ class Bucket:
         return f"bucket {self.index} ({listed})"
 
 
-def _has_gradient(parameter: torch.nn.Parameter) -> bool:
+def _has_gradient(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None or not parameter.requires_grad:
         return False
@@ -129,7 +129,7 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
 
 
 def build_buckets(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
     bucket_bytes: int,
     first_index: int = 0,
 ) -> list[Bucket]:

@@ -68,7 +68,7 @@ class OptimizerEngine:
         self._pass_batch: tuple[float, float] | None = None
         self._step_batches: list[tuple[float, float] | None] = []
 
-    def adopt(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def adopt(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take in parameters that got Horovod's hook just now, on all ranks alike."""
         self.exchanger.add_parameters(named_parameters)
         for _, parameter in named_parameters:
@@ -76,7 +76,7 @@ class OptimizerEngine:
 
     # ---- hooks, called by autograd --------------------------------------------------------------
 
-    def listen(self, parameter: torch.nn.Parameter) -> None:
+    def listen(self, parameter: torch.Tensor) -> None:
         """Have this parameter's gradients added as each backward pass accumulates them."""
         parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
@@ -90,7 +90,6 @@ class OptimizerEngine:
                 "step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
         self._enter_pass(optimizer.backward_passes_per_step - passes_left)
-        assert isinstance(parameter, torch.nn.Parameter)
         self._refuse_sparse(parameter)
         self.exchanger.add(parameter)
         if passes_left > 1 and parameter.grad is not None:
@@ -125,7 +124,7 @@ class OptimizerEngine:
         self._pass_open = False
         self._timer.backward_ended()
 
-    def _refuse_sparse(self, parameter: torch.nn.Parameter) -> None:
+    def _refuse_sparse(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse and not self._optimizer.sparse_as_dense:
             name = self._optimizer._parameter_names[parameter]
@@ -135,7 +134,7 @@ class OptimizerEngine:
                 "sparse=False"
             )
 
-    def gradient_ready(self, parameter: torch.nn.Parameter) -> None:
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
         """All passes of this parameter are done (from Horovod's hook): launch full buckets."""
         if self.exchanger.mark_ready(parameter):
             self._timer.bucket_ready()

@@ -61,7 +61,7 @@ class GradientExchanger:
     def __init__(
         self,
         collectives: Collectives,
-        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        named_parameters: Sequence[tuple[str, torch.Tensor]],
         *,
         prefix: str,
         bucket_bytes: int,
@@ -92,7 +92,7 @@ class GradientExchanger:
         self._strategies: set[str] = set()
         self.add_parameters(named_parameters)
 
-    def add_parameters(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def add_parameters(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Append buckets for parameters that got hooks; between steps, alike on all ranks."""
         added = build_buckets(named_parameters, self._bucket_bytes, len(self.buckets))
         for bucket in added:
@@ -130,16 +130,16 @@ class GradientExchanger:
             self.abandon()
         self._passes.append(weight)
 
-    def add(self, parameter: torch.nn.Parameter) -> None:
+    def add(self, parameter: torch.Tensor) -> None:
         """Add a parameter's gradient of the current pass."""
         bucket, member = self._places[id(parameter)]
         bucket.add(member, self._passes[-1].weight)
 
-    def overlooked(self) -> list[torch.nn.Parameter]:
+    def overlooked(self) -> list[torch.Tensor]:
         """Parameters with a gradient that no hook has seen in this step."""
         return [member.parameter for bucket in self.buckets for member in bucket.overlooked()]
 
-    def add_overlooked(self, parameter: torch.nn.Parameter) -> None:
+    def add_overlooked(self, parameter: torch.Tensor) -> None:
         """Add a gradient set by hand or gathered before the hook, as the sum over all passes."""
         if len({one.weight for one in self._passes}) > 1:
             _, member = self._places[id(parameter)]
@@ -150,7 +150,7 @@ class GradientExchanger:
             )
         self.add(parameter)
 
-    def mark_ready(self, parameter: torch.nn.Parameter) -> bool:
+    def mark_ready(self, parameter: torch.Tensor) -> bool:
         """The parameter's gradient is complete; return True when this launched something."""
         bucket, member = self._places[id(parameter)]
         bucket.mark_ready(member)

@@ -48,7 +48,7 @@ _owners: dict[int, str] = {}  # by id of the parameter, as tensors compare by el
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = hvd.Compression.none,
     backward_passes_per_step: int = 1,
     op: Any = hvd.Average,
@@ -334,7 +334,7 @@ def _build_stock(optimizer: torch.optim.Optimizer, names: Any, **options: Any) -
     return stock
 
 
-def _refuse_claimed(names: dict[torch.nn.Parameter, str], owner: str) -> None:
+def _refuse_claimed(names: dict[torch.Tensor, str], owner: str) -> None:
     for parameter, name in names.items():
         other = _owners.get(id(parameter), owner)
         if other != owner:
@@ -344,7 +344,7 @@ def _refuse_claimed(names: dict[torch.nn.Parameter, str], owner: str) -> None:
             )
 
 
-def _claim(names: dict[torch.nn.Parameter, str], owner: str) -> None:
+def _claim(names: dict[torch.Tensor, str], owner: str) -> None:
     _refuse_claimed(names, owner)
     for parameter in names:
         if id(parameter) not in _owners:
@@ -352,7 +352,7 @@ def _claim(names: dict[torch.nn.Parameter, str], owner: str) -> None:
             weakref.finalize(parameter, _owners.pop, id(parameter), None)
 
 
-def _hooked(stock: Any) -> list[tuple[str, torch.nn.Parameter]]:
+def _hooked(stock: Any) -> list[tuple[str, torch.Tensor]]:
     """Parameters that have hooks, in the order of the groups (the set itself has no order)."""
     return [
         (stock._parameter_names[parameter], parameter)
@@ -402,7 +402,7 @@ def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesCh
     torch_class = cls.__mro__[1]
     stock_load_state_dict = cls.load_state_dict
 
-    def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
+    def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, None]:
         engine.gradient_ready(p)
         return (lambda: p.grad), None
 

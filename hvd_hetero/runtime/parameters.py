@@ -12,8 +12,8 @@ from hvd_hetero.errors import ConfigurationError, UnsupportedError
 
 def name_parameters(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-) -> dict[torch.nn.Parameter, str]:
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+) -> dict[torch.Tensor, str]:
     """Return a unique name for every parameter of the optimizer, in the order of its groups.
 
     ``named_parameters`` may name more than the optimizer has, and a parameter twice (tied
@@ -35,8 +35,8 @@ def name_parameters(
             "model.named_parameters() gives them, or None"
         )
     pairs = grouped if named_parameters is None else list(named_parameters)
-    names: dict[torch.nn.Parameter, str] = {}
-    owners: dict[str, torch.nn.Parameter] = {}
+    names: dict[torch.Tensor, str] = {}
+    owners: dict[str, torch.Tensor] = {}
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ConfigurationError(
@@ -70,7 +70,7 @@ def name_parameters(
 
 
 def parameter_signature(
-    optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]
 ) -> dict[str, Any]:
     """Describe every parameter in order, to be compared between ranks."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -68,6 +68,23 @@ def plain_sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 
 @scenario(1, 2)
+def plain_tensors() -> None:
+    """An optimizer over leaf tensors that are no nn.Parameter is wrapped as any other."""
+    for compression in (het.Compression.none, het.Compression.topk(4)):
+        weight = torch.zeros(40, requires_grad=True)
+        balancer = het.Balancer(2 * hvd.size())
+        optimizer = het.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), compression=compression, balancer=balancer
+        )
+        balancer.set_batch(samples=2)
+        (weight * (1.0 + hvd.rank())).sum().backward()
+        optimizer.step()
+        mean = sum(1.0 + rank for rank in range(hvd.size())) / hvd.size()
+        assert float(weight.detach().min()) == -mean
+        assert hvd.size() == 1 or compression is het.Compression.none or (weight == 0).any()
+
+
+@scenario(1, 2)
 def positional_order() -> None:
     """S17: Horovod's parameters come first, in its order, with its defaults; ours are keyword-only
     and a call by position means the same."""
