@@ -100,9 +100,11 @@ class RankModelFit:
         """Return the fitted lines, from the prior slope after a single size; None before any.
 
         Weighted least squares under c >= alpha > 0 and d >= beta >= 0, with each slope drawn to
-        0.8 t/b as if that had been measured with a deviation of 0.2 t/b (t, b: weighted means):
-        sizes that are nearly equal, whose noise gives nonsense slopes, leave it there; sizes
-        far apart overrule it. Slopes stay within 0.05 to 1 t/b.
+        0.8 t/b as if that had been measured with a deviation of 0.2 t/b: sizes that are nearly
+        equal, whose noise gives nonsense slopes, leave it there; sizes far apart overrule it.
+        Slopes stay within 0.05 to 1 t/b. Here t/b is the least over the weighted mean and all
+        known sizes: with d >= 0 no slope can be above any of them, and a rank that once got a
+        batch of 1 is not taken to need its whole fixed cost for every further sample.
         """
         if not self.points:
             return None
@@ -112,9 +114,18 @@ class RankModelFit:
         done = math.fsum(point.weight * point.done_seconds for point in self.points) / total
         spread = math.fsum(point.weight * (point.batch - batch) ** 2 for point in self.points)
 
+        def least(mean: float, values: Sequence[float]) -> float:
+            each = (value / point.batch for point, value in zip(self.points, values, strict=True))
+            return min(mean / batch, *each)
+
+        precision = (
+            1.0
+            / (PRIOR_SHARE_DEVIATION * least(done, [point.done_seconds for point in self.points]))
+            ** 2
+        )
+
         def slope(mean: float, values: Sequence[float]) -> float:
-            level = mean / batch
-            precision = 1.0 / (PRIOR_SHARE_DEVIATION * done / batch) ** 2
+            level = least(mean, values)
             moment = math.fsum(
                 point.weight * (point.batch - batch) * (value - mean)
                 for point, value in zip(self.points, values, strict=True)
@@ -138,7 +149,13 @@ class RankModelFit:
         return math.sqrt(total) / mean if mean > 0.0 else 1.0
 
     def _pooled(self, points: Sequence[TimingPoint]) -> tuple[float, float]:
-        """Return noise and noise_steps after ``points``."""
+        """Return noise and noise_steps after ``points``.
+
+        A single step shows no spread, which is not the same as having none: it does not count.
+        """
+        points = [point for point in points if point.steps > 1]
+        if not points:
+            return self.noise, self.noise_steps
         total, steps = self.noise * self.noise_steps * FORGETTING, self.noise_steps * FORGETTING
         for point in points:
             # Cap: a bimodal window is no measure of the usual noise.

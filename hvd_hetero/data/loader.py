@@ -9,12 +9,15 @@ pops one as it yields: workers return batches in the order in which they were dr
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from hvd_hetero.data.main_guard import starts_horovod_on_import
 from hvd_hetero.data.partition import LocalBatch
 from hvd_hetero.data.sampler import HeteroBatchSampler
 from hvd_hetero.data.schedule import PlanSchedule, stale_pass
@@ -173,8 +176,29 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
             "in_order=False: batches must arrive in the order in which they were drawn, else their "
             "sizes are unknown: leave it out"
         )
-    if options.get("num_workers") and options.get("multiprocessing_context") is None:
+    if not options.get("num_workers"):
+        return options
+    if options.get("multiprocessing_context") is None:
         methods = multiprocessing.get_all_start_methods()
         method = "forkserver" if "forkserver" in methods else "spawn"
-        return {**options, "multiprocessing_context": method}
+        options = {**options, "multiprocessing_context": method}
+    _check_main_guard(options["num_workers"], options["multiprocessing_context"])
     return options
+
+
+def _check_main_guard(workers: Any, context: Any) -> None:
+    """Refuse a script that would start Horovod again in every worker, and crash there."""
+    method = context if isinstance(context, str) else context.get_start_method()
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if method == "fork" or path is None:
+        return
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return
+    if starts_horovod_on_import(source):
+        raise ConfigurationError(
+            f"num_workers={workers}: workers started by {method} import {path} again, which would "
+            "call hvd.init() in them: put what the script does into a function and call it under "
+            '`if __name__ == "__main__":`, or set num_workers=0'
+        )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hvd_hetero.errors import RankMismatchError
+from hvd_hetero.errors import ExchangeFailedError, RankMismatchError
 from hvd_hetero.exchange.collectives import Collectives, Handle
 from hvd_hetero.runtime.clock import wait_until
 
@@ -87,7 +87,14 @@ def _tensor(data: bytes) -> torch.Tensor:
 class MpiChannel:
     """Messages over a private duplicate of MPI's COMM_WORLD, so that they meet no other traffic."""
 
-    def __init__(self, communicator: Any, prefix: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        communicator: Any,
+        prefix: str,
+        timeout_seconds: float,
+        running: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._running = running
         self._communicator = communicator
         self._prefix = prefix
         self._timeout_seconds = timeout_seconds
@@ -113,11 +120,18 @@ class MpiChannel:
 
     def _wait(self, request: Any, purpose: str) -> None:
         rank = self._communicator.Get_rank()
-        wait_until(
-            request.Test,
-            self._timeout_seconds,
-            lambda: f"rank {rank}: agreement '{self._prefix}.{purpose}' over mpi4py",
-        )
+        where = f"rank {rank}: agreement '{self._prefix}.{purpose}' over mpi4py"
+
+        def done() -> bool:
+            # A rank that ends shuts Horovod down on all, and MPI with it: then asking would crash.
+            if not self._running():
+                raise ExchangeFailedError(
+                    f"{where}: Horovod has been shut down, as another rank has ended; the reason "
+                    "is in that rank's output"
+                )
+            return bool(request.Test())
+
+        wait_until(done, self._timeout_seconds, lambda: where)
 
 
 def _byte_type() -> Any:
@@ -126,7 +140,13 @@ def _byte_type() -> Any:
     return MPI.BYTE
 
 
-def verify_alike(messages: Sequence[Mapping[str, Any]]) -> None:
+_SAME_START = (
+    "Start every rank with the same code, options and environment (with mpirun, pass variables by "
+    "-x NAME)"
+)
+
+
+def verify_alike(messages: Sequence[Mapping[str, Any]], remedy: str = _SAME_START) -> None:
     """Raise RankMismatchError naming the first key whose value differs between ranks, and both.
 
     ``messages``: every rank's values by name, in rank order; the same list on every rank, so that
@@ -138,8 +158,7 @@ def verify_alike(messages: Sequence[Mapping[str, Any]]) -> None:
             key, mine, theirs = difference
             raise RankMismatchError(
                 f"{key} differs between ranks: rank 0 has {_short(mine)}, rank {rank} has "
-                f"{_short(theirs)}. Start every rank with the same code, options and "
-                "environment (with mpirun, pass variables by -x NAME)"
+                f"{_short(theirs)}. {remedy}"
             )
 
 

@@ -231,7 +231,8 @@ class Balancer:
         raise BatchAccountingError(
             "a backward pass came from a batch the Balancer does not know: draw batches from "
             "balancer.data_loader(...), or call balancer.set_batch(samples=...) before backward "
-            "(a plain DataLoader over balancer.batch_sampler() needs it for every batch)"
+            "(a plain DataLoader over balancer.batch_sampler() needs it for every batch, and so "
+            "does a loop that fetches the next batch before it trains on this one)"
         )
 
     def step_done(self) -> None:

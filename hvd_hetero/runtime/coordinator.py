@@ -35,6 +35,7 @@ from hvd_hetero.runtime.exchanger import GradientExchanger, SparsityMode
 from hvd_hetero.runtime.mpi import (
     EXPECTED_WITHOUT_MPI,
     install_abort_hook,
+    mpi_is_running,
     world_communicator,
 )
 from hvd_hetero.runtime.timings import StepTimer
@@ -44,6 +45,10 @@ from hvd_hetero.telemetry.sink import JsonLinesSink
 logger = logging.getLogger("hvd_hetero")
 
 _RECORD_WINDOW_STEPS = 10
+_SAME_BATCHES = (
+    "A rank has skipped a batch, or begun a pass over the loader that the others have not, as by "
+    "next(iter(loader)) on one rank: every rank must draw the same number of batches"
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def open_channel(start: CollectivesChannel, prefix: str, timeout_seconds: float)
         return start
     logger.info("agreements travel over mpi4py")
     assert world is not None
-    return MpiChannel(world.Dup(), prefix, timeout_seconds)
+    return MpiChannel(world.Dup(), prefix, timeout_seconds, mpi_is_running)
 
 
 class Coordinator:
@@ -155,7 +160,7 @@ class Coordinator:
         )
         with holding:
             reports = self._channel.allgather(self._report(due), "window")
-            verify_alike([report["alike"] for report in reports])
+            verify_alike([report["alike"] for report in reports], _SAME_BATCHES)
             decision = self._decide(due, reports) if self._options.rank == 0 else None
             self._apply(self._channel.broadcast(decision, "decision"))
         if self._sink is not None and "record" in due:

@@ -16,6 +16,14 @@ import horovod.torch as hvd
 
 logger = logging.getLogger("hvd_hetero")
 
+
+def mpi_is_running() -> bool:
+    """False once Horovod, and with it MPI, was shut down, by this rank or by another one's end."""
+    from mpi4py import MPI
+
+    return bool(hvd.is_initialized()) and not MPI.Is_finalized()
+
+
 ONE_RANK = "one rank"
 NO_MPI = "Horovod runs without MPI"
 EXPECTED_WITHOUT_MPI = (ONE_RANK, NO_MPI)

@@ -340,7 +340,9 @@ def _refuse_claimed(names: dict[torch.Tensor, str], owner: str) -> None:
         if other != owner:
             raise ConfigurationError(
                 f"parameter {name!r} belongs to a wrapped optimizer already ({other}); its "
-                "gradient would be exchanged twice: give every parameter to one optimizer"
+                "gradient would be exchanged twice: give every parameter to one optimizer. Hooks "
+                "stay with a parameter: to go on with other settings change optimizer.param_groups "
+                "or use add_param_group, or load the state_dict into a new model"
             )
 
 
@@ -412,6 +414,10 @@ def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesCh
             self._allreduce_delay[parameter] = self.backward_passes_per_step
 
     def synchronize(self: Any) -> None:
+        with open_step():
+            exchange(self)
+
+    def exchange(self: Any) -> None:
         adopt_new_parameters(self)
         engine.synchronize()
         close_passes(self)
@@ -431,9 +437,15 @@ def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesCh
                     "context to say that changes made to them since are meant",
                     stacklevel=2,
                 )
-            self.synchronize()
-        self._synchronized = False
+        elif engine.exchanger.pending:
+            raise UnsupportedError(
+                "step() inside `with optimizer.skip_synchronize():` without a synchronize() before "
+                "it: call optimizer.synchronize() first, as the exchange of gradients has begun"
+            )
         with open_step():
+            if self._should_synchronize:
+                exchange(self)
+            self._synchronized = False
             result = torch_class.step(self)
             engine.applied()
         return result
@@ -460,12 +472,17 @@ def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesCh
 
     def adopt_new_parameters(self: Any) -> None:
         """Give hooks and buckets to parameters unfrozen or added since the last look."""
-        new = [
-            (self._parameter_names[parameter], parameter)
+        joining = [
+            parameter
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.requires_grad and parameter not in self._requires_update
         ]
+        if any(parameter not in self._parameter_names for parameter in joining):
+            raise ConfigurationError(
+                "a parameter was put into optimizer.param_groups directly: use add_param_group"
+            )
+        new = [(self._parameter_names[parameter], parameter) for parameter in joining]
         if not new:
             return
         names = {parameter: name for name, parameter in new}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.parallel.faults_ranks import FAILS_AT
-from tests.parallel.launch import BOTH_LAUNCHERS, Launcher, LaunchResult, start_ranks
+from tests.parallel.launch import BOTH_LAUNCHERS, Launcher, LaunchResult, launch, start_ranks
 
 RANKS = "tests.parallel.faults_ranks"
 # Promised are 60 s; counted from the fault on, as a busy machine needs long to start.
@@ -118,3 +119,19 @@ def test_a_rank_that_stays_away_is_waited_for_so_long(launcher: Launcher, mpi4py
         r"first\.weight\): not finished after 5 s \(exchange_timeout_seconds\)\. Another rank",
         result.output,
     )
+
+
+def test_a_script_without_main_guard_is_refused(tmp_path: Path) -> None:
+    """A27: workers would call hvd.init() again, under their parent's rank, and crash inside MPI."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import horovod.torch as hvd\n"
+        "import hvd_hetero as het\n"
+        "hvd.init()\n"
+        "loader = het.Balancer(4).data_loader(list(range(16)), num_workers=1)\n"
+        "print(next(iter(loader)))\n"
+    )
+    result = launch(script, 2, launcher="mpirun", check=False, timeout_seconds=100)
+    assert result.returncode != 0
+    assert not result.survivors
+    assert "num_workers=1" in result.output and "__main__" in result.output

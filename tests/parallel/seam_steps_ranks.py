@@ -473,6 +473,23 @@ def gradients_set_by_hand() -> None:
     check_differ(model, classifier())
 
 
+@scenario(1, 2)
+def step_without_synchronize() -> None:
+    """skip_synchronize() without a synchronize() before it is told, not left to Horovod."""
+    model = classifier()
+    optimizer = wrap(model, sgd(model), compression=dense())
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, own_batch(step)).backward()
+        with (
+            raises(het.UnsupportedError, "skip_synchronize", "synchronize() first"),
+            optimizer.skip_synchronize(),
+        ):
+            optimizer.step()
+    train(model, optimizer, range(2))
+    check_same_on_all_ranks(model)
+
+
 @scenario(2)
 def a_skipped_batch() -> None:
     """A rank that skips a batch alone is found out at the next agreement, on all ranks."""

@@ -113,7 +113,7 @@ def histories(draw: st.DrawFn) -> list[list[TimingPoint]]:
 @settings(max_examples=200, deadline=None)
 @given(histories())
 def test_constraints_hold_for_any_history(history: list[list[TimingPoint]]) -> None:
-    """c >= alpha > 0 and d >= beta >= 0, c within 0.05 to 1 of seconds per sample."""
+    """c >= alpha > 0 and d >= beta >= 0, c within 0.05 to 1 of the least seconds per sample."""
     fit = RankModelFit()
     for points in history:
         fit = fit.observe(points)
@@ -125,9 +125,29 @@ def test_constraints_hold_for_any_history(history: list[list[TimingPoint]]) -> N
     weight = sum(p.weight for p in fit.points)
     batch = sum(p.weight * p.batch for p in fit.points) / weight
     done = sum(p.weight * p.done_seconds for p in fit.points) / weight
-    assert 0.05 / slack <= model.done.slope_seconds * batch / done <= slack
+    least = min(done / batch, *(p.done_seconds / p.batch for p in fit.points))
+    assert 0.05 / slack <= model.done.slope_seconds / least <= slack
     assert model.done(batch) == pytest.approx(done, rel=1e-6)
     assert RankModelFit.from_dict(json.loads(json.dumps(fit.to_dict()))) == fit
+
+
+def test_a_batch_of_one_does_not_make_samples_look_dear() -> None:
+    """3 ms a step whatever the batch: a rank that was once given one sample can come back."""
+    fit = RankModelFit()
+    for batch in (64, 40, *[1] * 20):
+        seconds = 3e-3 + 2e-5 * batch
+        fit = fit.observe([TimingPoint(batch, seconds / 2, seconds, (1e-4) ** 2, 10)])
+    model = fit.estimate()
+    assert model is not None
+    assert model.done(64) < 2 * (3e-3 + 2e-5 * 64)
+
+
+def test_a_single_step_is_no_measure_of_the_noise() -> None:
+    """One step has no spread; windows of one step must not make the noise look small."""
+    fit = RankModelFit()
+    for _ in range(30):
+        fit = fit.observe([TimingPoint(8, 0.5, 1.0, 0.0, 1)])
+    assert fit.noise == RankModelFit().noise
 
 
 def test_a_real_slowdown_replaces_what_was_known_at_once() -> None:
