@@ -44,15 +44,6 @@ def packed_bytes(k: int, elements: int, dtype: torch.dtype) -> int:
     return _values_at(k, elements, dtype) + k * value_dtype(dtype).itemsize
 
 
-def is_smaller(k: int, elements: int, dtype: torch.dtype) -> bool:
-    """Return whether a packet is smaller than the dense gradient it stands for.
-
-    Not so for tiny gradients, whose header alone may outweigh them, and for compression factors
-    below about 1.5. Exchanges add their own factors (see ``planning.cost_model``).
-    """
-    return packed_bytes(k, elements, dtype) < elements * dtype.itemsize
-
-
 def pack(sparse: SparseGradient) -> Tensor:
     """Return ``sparse`` as one contiguous uint8 tensor [packed_bytes] on the same device.
 

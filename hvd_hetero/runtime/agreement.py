@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,8 +17,6 @@ import torch
 from hvd_hetero.errors import ExchangeFailedError, RankMismatchError
 from hvd_hetero.exchange.collectives import Collectives, Handle
 from hvd_hetero.runtime.clock import wait_until
-
-logger = logging.getLogger("hvd_hetero")
 
 Message = dict[str, Any]
 

@@ -100,13 +100,13 @@ class GradientExchanger:
                 self._places[id(member.parameter)] = (bucket, member)
         self.buckets.extend(added)
 
-    def layout(self) -> list[str]:
+    def layout(self) -> dict[str, str]:
         """Names, shapes and dtypes by bucket, to be compared between ranks."""
-        return [
-            f"bucket {bucket.index} {bucket.dtype}: "
+        return {
+            f"bucket {bucket.index}": f"{bucket.dtype}: "
             + ", ".join(f"{m.name}{tuple(m.parameter.shape)}" for m in bucket.members)
             for bucket in self.buckets
-        ]
+        }
 
     # ---- during backward ------------------------------------------------------------------------
 

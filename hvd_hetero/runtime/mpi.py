@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import traceback
@@ -13,8 +12,6 @@ from types import TracebackType
 from typing import Any
 
 import horovod.torch as hvd
-
-logger = logging.getLogger("hvd_hetero")
 
 
 def mpi_is_running() -> bool:

@@ -224,6 +224,8 @@ def DistributedOptimizer(
         compressor=None if compression is hvd.Compression.none or spec is not None else compression,
         local_clip_norm=local_clip_norm,
     )
+    # Ranks of equal parameters may still differ in devices, and buckets hold one device each.
+    verify_alike(start_channel.allgather(exchanger.layout(), "layout"))
     coordinator = Coordinator(
         options,
         channel=open_channel(start_channel, prefix, timeout),

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hvd_hetero.compression.topk import SparseGradient, select
 from hvd_hetero.compression.wire import (
     BLOCK_ELEMENTS,
-    is_smaller,
     pack,
     packed_bytes,
     unpack,
 )
 from hvd_hetero.errors import ConfigurationError, UnsupportedError
+from hvd_hetero.exchange.allgather import sparse_saves_bytes
 
 LENGTHS = [1, 2, 3, 1000, 65535, 65536, 65537, 2 * 65536, 65536 * 3 + 1]
 
@@ -120,12 +120,14 @@ def test_sizes_beyond_int32() -> None:
 
 def test_tiny_gradients_are_known_not_to_pay() -> None:
     """S28: a bias of 3 elements must not cost more bytes than sending it dense."""
-    assert not is_smaller(1, 3, torch.float32)
-    assert not is_smaller(1, 1, torch.float32)
-    assert not is_smaller(0, 0, torch.float32)
-    assert not is_smaller(10**6, 10**6, torch.float32)
-    assert is_smaller(10**5, 10**6, torch.float32)
-    assert not is_smaller(400, 1000, torch.float16)  # float32 on the wire against two bytes
+    assert not sparse_saves_bytes(2, 1, 3, torch.float32)
+    assert not sparse_saves_bytes(2, 1, 1, torch.float32)
+    assert not sparse_saves_bytes(2, 0, 0, torch.float32)
+    assert not sparse_saves_bytes(2, 10**6, 10**6, torch.float32)
+    assert sparse_saves_bytes(2, 10**5, 10**6, torch.float32)
+    assert not sparse_saves_bytes(
+        2, 400, 1000, torch.float16
+    )  # float32 on the wire against two bytes
 
 
 @pytest.mark.parametrize("wrong", [1, 3, -1])
