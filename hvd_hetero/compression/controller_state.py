@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvd_hetero.compression.gain import Energies
+from hvd_hetero.compression.gain import Curves
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,12 @@ class Observation:
     """What one window showed.
 
     Args:
-        energies: summed over the window's steps, all buckets and all ranks.
+        curves: of the window's samples, over all ranks; None where none were taken.
         step_seconds: seconds a step took.
         samples_per_step: samples of all ranks together in a step.
     """
 
-    energies: Energies
+    curves: Curves | None
     step_seconds: float
     samples_per_step: float
 
@@ -30,14 +30,13 @@ class Decision:
 
     Args:
         cf: compression factor, or None to send dense gradients.
-        candidates: the factors whose energy is to be measured, ascending; the lowest is the one
-            inside whose selection all others can be found.
+        measure: whether samples are to be taken in that window.
         reason: why, with the numbers.
         changed: whether ``cf`` differs from the window before.
     """
 
     cf: float | None
-    candidates: tuple[float, ...]
+    measure: bool
     reason: str
     changed: bool
 

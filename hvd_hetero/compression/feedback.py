@@ -2,11 +2,13 @@
 
 The life of one step::
 
-    feedback.work[segment] += weight * gradient     # any number of times
-    a = feedback.compensate()                       # a = weighted gradient + residual
-    indices = select(a, k)                          # send a[indices]
-    feedback.sent(indices)
+    feedback.work[segment] = weight * gradient      # every segment: work holds anything before
+    sparse = feedback.select(k)                     # the best of a = weighted gradient + residual
+    packed = pack(sparse, "float16")
+    feedback.sent(sparse.indices, packed.sent)      # rounding stays in the residual
     feedback.commit()                               # or drop(), when the step was not applied
+
+Or ``compensate()`` in place of ``select``, to send something else of a.
 
 The law it keeps: what was applied + residual = sum of the weighted gradients of applied steps.
 """
@@ -20,18 +22,19 @@ import torch
 from torch import Tensor
 
 from hvd_hetero.compression.gain import energy
-from hvd_hetero.compression.topk import value_dtype
+from hvd_hetero.compression.topk import Selector, SparseGradient, value_dtype
 from hvd_hetero.errors import ConfigurationError, HeteroError, check_float, check_int
 
 
 @dataclass(eq=False)
 class _Pending:
-    """A step between ``compensate`` and ``commit`` or ``drop``."""
+    """A step between ``compensate`` or ``select`` and ``commit`` or ``drop``."""
 
     fraction: float
     keep: tuple[slice, ...]
     recorded: bool = False
     indices: Tensor | None = None
+    values: Tensor | None = None
 
 
 class ErrorFeedback:
@@ -57,6 +60,7 @@ class ErrorFeedback:
         self.elements = check_int("elements", elements, minimum=0)
         self.dtype = value_dtype(dtype)
         self._work = torch.zeros(self.elements, dtype=self.dtype, device=device)
+        self._selector = Selector()
         # None until something stays behind: dense training needs one buffer, not two.
         self._residual_or_none: Tensor | None = None
         self._empty = True
@@ -64,7 +68,10 @@ class ErrorFeedback:
 
     @property
     def work(self) -> Tensor:
-        """[d], zero at the start of a step; add the weighted gradients here."""
+        """[d], undefined at the start of a step: write the weighted gradients here, all of them.
+
+        Only segments that ``keep`` names in this step need no writing.
+        """
         return self._work
 
     @property
@@ -85,7 +92,7 @@ class ErrorFeedback:
 
     @property
     def pending(self) -> bool:
-        """True between ``compensate`` and ``commit`` or ``drop``."""
+        """True between ``compensate`` or ``select`` and ``commit`` or ``drop``."""
         return self._pending is not None
 
     def compensate(self, keep: Sequence[slice] = ()) -> Tensor:
@@ -115,11 +122,7 @@ class ErrorFeedback:
             HeteroError: the previous step was neither committed nor dropped.
         """
         fraction = check_float("fraction", fraction, minimum=0.0, maximum=1.0)
-        if self._pending is not None:
-            raise HeteroError(
-                "compensate: the previous step is still open, its residual would be added twice: "
-                "call commit() or drop() first"
-            )
+        self._refuse_open_step("compensate")
         if not self._empty and fraction > 0.0:
             self._work.add_(self._residual, alpha=fraction)
         for segment in keep:
@@ -127,25 +130,58 @@ class ErrorFeedback:
         self._pending = _Pending(fraction, tuple(keep))
         return self._work
 
-    def sent(self, indices: Tensor | None) -> None:
-        """Record which entries of a_i go out: flat int64 indices, or None for all of them.
+    def select(self, k: int, keep: Sequence[slice] = ()) -> SparseGradient:
+        """Compensate and return the k entries of a_i of largest magnitude (``Selector.select``).
+
+        Without segments to keep both are done in one pass over memory.
+
+        Args:
+            k: number of entries, clipped to [0, d].
+            keep: as in ``compensate``.
 
         Raises:
-            ConfigurationError: the indices are not a flat int64 tensor.
+            ConfigurationError: ``k`` is negative.
+            HeteroError: the previous step was neither committed nor dropped.
+        """
+        k = check_int("k", k, minimum=0)
+        self._refuse_open_step("select")
+        if keep:
+            selected = self._selector.select(self.compensate(keep), k)
+        else:
+            residual = None if self._empty else self._residual
+            selected = self._selector.select(self._work, k, add=residual)
+        self._pending = _Pending(1.0, tuple(keep))
+        return selected
+
+    def sent(self, indices: Tensor | None, values: Tensor | None = None) -> None:
+        """Record which entries of a_i go out, and as what.
+
+        Args:
+            indices: flat int64, distinct; None for all entries.
+            values: [k], what the receivers decode at ``indices``; the difference to a_i stays in
+                the residual. None when a_i itself arrives.
+
+        Raises:
+            ConfigurationError: the indices are not a flat int64 tensor, or values come without
+                indices or in another shape.
             HeteroError: there is no open step.
         """
-        if self._pending is None:
-            raise HeteroError("sent: no step is open: call compensate() first")
+        step = self._pending
+        if step is None:
+            raise HeteroError("sent: no step is open: call compensate() or select() first")
         if indices is not None and (indices.dtype != torch.int64 or indices.dim() != 1):
             raise ConfigurationError(
                 f"indices of dtype {indices.dtype} and shape {tuple(indices.shape)}: "
                 "must be a flat torch.int64 tensor"
             )
-        self._pending.indices = indices
-        self._pending.recorded = True
+        if values is not None and (indices is None or values.shape != indices.shape):
+            raise ConfigurationError(
+                f"values of shape {tuple(values.shape)}: need indices of the same shape"
+            )
+        step.indices, step.values, step.recorded = indices, values, True
 
     def commit(self) -> None:
-        """The step was applied: keep what was not sent, and clear ``work`` for the next step.
+        """The step was applied: keep what was not sent.
 
         Does nothing when no step is open.
 
@@ -164,9 +200,8 @@ class ErrorFeedback:
             self._commit_some(step, step.indices)
 
     def drop(self) -> None:
-        """The step never happened: the residual is as it was, bit for bit; ``work`` is cleared."""
+        """The step never happened: the residual is as it was, bit for bit."""
         self._pending = None
-        self._work.zero_()
 
     def load(self, residual: Tensor) -> None:
         """Copy ``residual`` [d] in (from a checkpoint), and forget any open step.
@@ -187,28 +222,41 @@ class ErrorFeedback:
         """Return the sum of squares of the residual, added up in float64."""
         return 0.0 if self._empty else energy(self._residual)
 
+    def _refuse_open_step(self, call: str) -> None:
+        if self._pending is not None:
+            raise HeteroError(
+                f"{call}: the previous step is still open, its residual would be added twice: "
+                "call commit() or drop() first"
+            )
+
     def _commit_all(self, step: _Pending) -> None:
         # The residual loses what was sent of it; the segments kept lose nothing.
-        if not self._empty and step.fraction > 0.0:
-            kept = [(segment, self._residual[segment].clone()) for segment in step.keep]
-            if step.fraction == 1.0:
-                self._residual.zero_()  # not a product: 0 * inf would stay for ever
-                self._empty = not kept
-            else:
-                self._residual.mul_(1.0 - step.fraction)
-            for segment, values in kept:
-                self._residual[segment].copy_(values)
-        self._work.zero_()
+        if self._empty or step.fraction == 0.0:
+            return
+        kept = [(segment, self._residual[segment].clone()) for segment in step.keep]
+        if step.fraction == 1.0:
+            self._residual.zero_()  # not a product: 0 * inf would stay for ever
+            self._empty = not kept
+        else:
+            self._residual.mul_(1.0 - step.fraction)
+        for segment, values in kept:
+            self._residual[segment].copy_(values)
 
     def _commit_some(self, step: _Pending, indices: Tensor) -> None:
-        self._work.index_fill_(0, indices, 0.0)
+        # Of several ways to write single entries the fastest on CPUs, by half.
+        if step.values is None:
+            self._work[indices] = 0.0  # not a difference: inf - inf would stay for ever
+        else:
+            self._work.index_add_(0, indices, step.values, alpha=-1.0)
         if not self._empty:
             if step.fraction < 1.0:
                 self._work.add_(self._residual, alpha=1.0 - step.fraction)
             for segment in step.keep:
                 self._work[segment].copy_(self._residual[segment])
-        sent_everything = indices.numel() == self.elements and step.fraction == 1.0
-        self._work, self._residual_or_none = self._residual, self._work
+        sent_everything = (
+            indices.numel() == self.elements and step.values is None and step.fraction == 1.0
+        )
         # With segments kept the old state still matters: an empty residual stays empty there.
-        self._empty = sent_everything and (self._empty or not step.keep)
-        self._work.zero_()
+        empty = sent_everything and (self._empty or not step.keep)
+        self._work, self._residual_or_none = self._residual, self._work
+        self._empty = empty

@@ -1,4 +1,4 @@
-"""What a user asks for when asking for compression: frozen, validated descriptions.
+"""What a user asks for when asking for compression: one frozen, validated description.
 
 A compression factor (CF) says that about one gradient element in CF is sent.
 """
@@ -12,13 +12,17 @@ from typing import Any, NoReturn
 from hvd_hetero.errors import (
     ConfigurationError,
     UnsupportedError,
+    check_bool,
     check_choice,
     check_float,
     check_int,
 )
 
-POLICIES = ("gravac",)
+POLICIES = ("gravac", "model", "fixed")
 SCALINGS = ("geometric", "exponential")
+VALUES = ("float16", "float32")
+EXCHANGES = ("auto", "allgather", "shared-index")
+OBJECTIVES = ("gain", "residual")
 
 
 class _NotACompressor:
@@ -45,62 +49,72 @@ class _NotACompressor:
 
 
 @dataclass(frozen=True)
-class TopK(_NotACompressor):
-    """Send the largest ``elements / cf`` entries of every bucket, at every step.
-
-    Args:
-        cf: compression factor, at least 1 (1 sends everything).
-
-    Raises:
-        ConfigurationError: ``cf`` is not a finite number of at least 1.
-    """
-
-    cf: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cf", check_float("cf", self.cf, minimum=1.0))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options as JSON-able values; ``from_dict`` undoes it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TopK:
-        """Build from what ``to_dict`` returned."""
-        return cls(**values)
-
-
-@dataclass(frozen=True)
 class Adaptive(_NotACompressor):
-    """Search the compression factor while training (GraVAC, arXiv 2305.12201).
+    """How gradients are compressed: top-k with error feedback, and who chooses the factor.
+
+    Most scripts need only the first group.
 
     Args:
-        policy: how the factor is chosen; only ``"gravac"``.
-        cf_min: lowest compression factor, at least 1.
-        cf_max: highest compression factor, at least ``cf_min``.
-        eps: share of the gradient's energy that must be sent, in (0, 1].
-        omega: relative change of compression throughput below which the search stops.
+        policy: ``"gravac"`` searches the factor while training (GraVAC, arXiv 2305.12201);
+            ``"model"`` takes the factor and exchange with the least objective, predicted from
+            what was measured and checked by measurement; ``"fixed"`` keeps ``min_cf``, which
+            must equal ``max_cf`` (``Compression.topk(cf)`` builds this).
+        min_cf: lowest compression factor, at least 1 (1 sends everything).
+        max_cf: highest compression factor, at least ``min_cf``.
         window: steps between two decisions.
+        dense_steps: exactly this many steps without compression come first.
+        values: how kept values travel, ``"float16"`` (rounding errors stay in the residual, so
+            nothing is lost) or ``"float32"``. float64 gradients always travel as float64.
+        exchange: ``"allgather"``, ``"shared-index"``, or ``"auto"``: the least objective with
+            ``policy="model"``, else the fewer predicted seconds.
+        do_no_harm: train without compression where that is measured to be no worse by
+            ``objective``. Has no meaning for ``policy="fixed"``.
+
+        objective: what a step is worth. ``"residual"``: seconds * (1 + kappa * rho**p), with rho
+            the residual ratio, since delayed gradients are late and not lost; ``"gain"``:
+            seconds / gain, as if what is not sent were lost. Used by ``policy="model"`` and
+            ``do_no_harm``.
+        kappa: weight of the residual; None: by the optimizer's family (``planning.objective``).
+        rho_exponent: p; None: by the optimizer's family.
+        max_rho: residual ratio from which the factor is lowered, rung by rung. Far above what
+            was seen to train well (about 10 at CF 1000), and where it does run away it passes
+            any bound.
+
+        eps: gravac: share of the gradient's energy that must be sent, in (0, 1].
+        omega: gravac: relative change of compression throughput below which the search stops.
         scaling: ``"geometric"`` multiplies by ``scaling_factor`` each time; ``"exponential"``
             doubles the exponent of ``scaling_factor`` each time (see ``ladder``).
         scaling_factor: at least 1.01.
-        critical_change: relative change of the norm of the raw gradient, between windows, from
-            which a period counts as critical and the search starts again from ``cf_min``.
-        dense_wait_windows: windows without compression before ``cf_min`` is tried again; doubles
-            each time the try fails.
-        dense_margin: how far gain(``cf_min``) must exceed ``eps`` to leave dense, relative.
+        critical_change: gravac: relative change of the norm of the raw gradient, between
+            windows, from which a period counts as critical and the search starts again from
+            ``min_cf``.
+        dense_wait_windows: windows without compression before it is looked at again; doubles
+            each time the look or try fails.
+        dense_margin: gravac: how far gain(``min_cf``) must exceed ``eps`` to leave dense,
+            relative.
         flush_steps: steps over which a residual is sent after a change to dense.
 
     Raises:
-        ConfigurationError: an option is out of range or ``cf_min`` exceeds ``cf_max``.
+        ConfigurationError: an option is out of range, ``min_cf`` exceeds ``max_cf``, or they
+            differ with ``policy="fixed"``.
     """
 
     policy: str = "gravac"
-    cf_min: float = 10.0
-    cf_max: float = 10000.0
+    min_cf: float = 10.0
+    max_cf: float = 10000.0
+    window: int = 10
+    dense_steps: int = 0
+    values: str = "float16"
+    exchange: str = "auto"
+    do_no_harm: bool = True
+
+    objective: str = "residual"
+    kappa: float | None = None
+    rho_exponent: float | None = None
+    max_rho: float = 50.0
+
     eps: float = 0.75
     omega: float = 0.05
-    window: int = 10
     scaling: str = "geometric"
     scaling_factor: float = 2.0
     critical_change: float = 0.5
@@ -109,55 +123,72 @@ class Adaptive(_NotACompressor):
     flush_steps: int = 10
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("policy", check_choice("policy", self.policy, POLICIES))
-        put("cf_min", check_float("cf_min", self.cf_min, minimum=1.0))
-        put("cf_max", check_float("cf_max", self.cf_max, minimum=1.0))
-        if self.cf_max < self.cf_min:
-            raise ConfigurationError(
-                f"cf_max={self.cf_max:g} is below cf_min={self.cf_min:g}: "
-                "raise cf_max or lower cf_min"
+        for name, choices in (
+            ("policy", POLICIES),
+            ("values", VALUES),
+            ("exchange", EXCHANGES),
+            ("objective", OBJECTIVES),
+            ("scaling", SCALINGS),
+        ):
+            check_choice(name, getattr(self, name), choices)
+        check_bool("do_no_harm", self.do_no_harm)
+        for name, least in (
+            ("window", 1),
+            ("dense_steps", 0),
+            ("dense_wait_windows", 1),
+            ("flush_steps", 1),
+        ):
+            self._put(name, check_int(name, getattr(self, name), minimum=least))
+        # A scaling factor barely above 1 would need thousands of windows; 1.01 already is odd.
+        for name, minimum in (
+            ("min_cf", 1.0),
+            ("max_cf", 1.0),
+            ("omega", 0.0),
+            ("dense_margin", 0.0),
+            ("scaling_factor", 1.01),
+        ):
+            self._put(name, check_float(name, getattr(self, name), minimum=minimum))
+        for name, maximum in (("eps", 1.0), ("critical_change", None), ("max_rho", None)):
+            value = check_float(
+                name, getattr(self, name), minimum=0.0, maximum=maximum, exclusive_minimum=True
             )
-        put("eps", check_float("eps", self.eps, minimum=0.0, maximum=1.0, exclusive_minimum=True))
-        put("omega", check_float("omega", self.omega, minimum=0.0))
-        put("window", check_int("window", self.window, minimum=1))
-        put("scaling", check_choice("scaling", self.scaling, SCALINGS))
-        # A factor barely above 1 would need thousands of windows; 1.01 is already unreasonable.
-        put("scaling_factor", check_float("scaling_factor", self.scaling_factor, minimum=1.01))
-        put(
-            "critical_change",
-            check_float(
-                "critical_change", self.critical_change, minimum=0.0, exclusive_minimum=True
-            ),
-        )
-        put(
-            "dense_wait_windows",
-            check_int("dense_wait_windows", self.dense_wait_windows, minimum=1),
-        )
-        put("dense_margin", check_float("dense_margin", self.dense_margin, minimum=0.0))
-        put("flush_steps", check_int("flush_steps", self.flush_steps, minimum=1))
+            self._put(name, value)
+        for name in ("kappa", "rho_exponent"):
+            if getattr(self, name) is not None:
+                self._put(name, check_float(name, getattr(self, name), minimum=0.0))
+        if self.max_cf < self.min_cf:
+            raise ConfigurationError(
+                f"max_cf={self.max_cf:g} is below min_cf={self.min_cf:g}: "
+                "raise max_cf or lower min_cf"
+            )
+        if self.policy == "fixed" and self.max_cf != self.min_cf:
+            raise ConfigurationError(
+                f"policy='fixed' with min_cf={self.min_cf:g} and max_cf={self.max_cf:g}: a fixed "
+                "factor is one number; make them equal, or use Compression.topk(cf)"
+            )
+
+    def _put(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def ladder(self) -> tuple[float, ...]:
-        """Return the factors that may be used, ascending from ``cf_min`` to ``cf_max``.
+        """Return the factors that may be used, ascending from ``min_cf`` to ``max_cf``.
 
         With s = ``scaling_factor`` and j = 0, 1, 2, ...:
 
-        - geometric: cf_min * s**j                 (10, 20, 40, 80, ...)
-        - exponential: cf_min * s**(2**j - 1)      (10, 20, 80, 1280, ...), each quotient the
+        - geometric: min_cf * s**j                 (10, 20, 40, 80, ...)
+        - exponential: min_cf * s**(2**j - 1)      (10, 20, 80, 1280, ...), each quotient the
           square of the one before: a reading of the paper's "exponential" policy, whose exact
           rule the authors' code does not contain.
 
-        ``cf_max`` is always the last rung.
+        ``max_cf`` is always the last rung.
         """
-        rungs = [self.cf_min]
+        rungs = [self.min_cf]
         quotient = self.scaling_factor
-        while rungs[-1] * quotient < self.cf_max * (1 - 1e-9):
+        while rungs[-1] * quotient < self.max_cf * (1 - 1e-9):
             rungs.append(rungs[-1] * quotient)
             if self.scaling == "exponential":
                 quotient *= quotient
-        return (*rungs, self.cf_max) if self.cf_max > self.cf_min else tuple(rungs)
+        return (*rungs, self.max_cf) if self.max_cf > self.min_cf else tuple(rungs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON-able values; ``from_dict`` undoes it."""

@@ -4,43 +4,97 @@ from __future__ import annotations
 
 import torch
 
-from hvd_hetero.compression.topk import SparseGradient
-from hvd_hetero.compression.wire import pack, packed_bytes, unpack
-from hvd_hetero.exchange.collectives import Collectives, Handle
-from hvd_hetero.planning.cost_model import allgather_bytes, dense_bytes
+from hvd_hetero.compression.topk import SparseGradient, value_dtype
+from hvd_hetero.compression.wire import index_bytes, pack, packed_bytes, unpack
+from hvd_hetero.errors import check_choice
+from hvd_hetero.exchange.collectives import Collectives
+from hvd_hetero.planning.cost_model import (
+    allgather_bytes,
+    dense_bytes,
+    shared_index_bytes,
+    shared_value_bytes,
+)
 
 
 class AllgatherExchange:
     """Sum over ranks of sparse gradients that keep the same number of elements each.
 
     The contributions are added in rank order, one rank after the other: a single indexed add over
-    all of them has no fixed order on GPUs, and replicas would drift apart.
+    all of them has no fixed order on GPUs, and replicas would drift apart. Every rank decodes its
+    own packet too, so that all add the same numbers.
+
+    Args:
+        collectives: of this rank.
+        sparse: this rank's entries; k and d are equal on all ranks.
+        name: of the bucket; the collective is ``{name}.allgather``.
+        values_as: one of ``wire.VALUE_FORMATS``.
+
+    ``sent_values`` [k] is what the ranks receive of ``sparse.values``, or None if it is the same.
     """
 
     strategy = "allgather"
 
-    def __init__(self, collectives: Collectives, gradient: SparseGradient, name: str) -> None:
-        self._elements = gradient.elements
-        self._dtype = gradient.values.dtype
+    def __init__(
+        self, collectives: Collectives, sparse: SparseGradient, name: str, values_as: str
+    ) -> None:
+        self._k, self._elements, self._dtype = sparse.k, sparse.elements, sparse.values.dtype
+        self._values_as = values_as
         self._ranks = collectives.size
-        packet = pack(gradient)
-        self._packet_bytes = packet.numel()
+        packed = pack(sparse, values_as)
+        self.sent_values = packed.sent
+        self._packet_bytes = packed.data.numel()
         self.sent_bytes = allgather_bytes(collectives.size, self._packet_bytes)
-        self.handle: Handle = collectives.allgather_async(packet, f"{name}.allgather")
+        self._nonfinite: list[torch.Tensor] = []
+        self._handle = collectives.allgather_async(packed.data, f"{name}.allgather")
+
+    @property
+    def nonfinite(self) -> bool:
+        """After ``finish``: some rank's gradient was not finite. Waits for a GPU when read."""
+        return any(bool(flag) for flag in self._nonfinite)
+
+    def advance(self) -> bool:
+        """Return True: there is one stage only."""
+        return True
+
+    def done(self) -> bool:
+        """Return True when ``finish`` would not block."""
+        return self._handle.done()
 
     def finish(self, output: torch.Tensor) -> torch.Tensor:
-        """Write the sum over ranks into ``output`` (Tensor[d]), return it; the handle is done."""
-        gathered = self.handle.result()
+        """Write the sum over ranks into ``output`` (Tensor[d]) and return it."""
+        gathered = self._handle.result()
         output.zero_()
-        for rank in range(self._ranks):
-            packet = gathered.narrow(0, rank * self._packet_bytes, self._packet_bytes)
-            part = unpack(packet, self._elements, self._dtype)
-            output.index_add_(0, part.indices, part.values)
+        self._nonfinite.clear()
+        for packet in torch.split(gathered, self._packet_bytes):
+            sparse, nonfinite = unpack(
+                packet, self._k, self._elements, self._dtype, self._values_as
+            )
+            output.index_add_(0, sparse.indices, sparse.values)
+            self._nonfinite.append(nonfinite)
         return output
 
 
-def sparse_saves_bytes(ranks: int, k: int, elements: int, dtype: torch.dtype) -> bool:
-    """Return True when gathering top-k packets sends fewer bytes than a dense allreduce."""
-    itemsize = torch.empty((), dtype=dtype).element_size()
-    packed = packed_bytes(k, elements, dtype)
-    return allgather_bytes(ranks, packed) < dense_bytes(ranks, elements, itemsize)
+def sparse_saves_bytes(
+    ranks: int, k: int, elements: int, dtype: torch.dtype, values_as: str, strategy: str
+) -> bool:
+    """Return True when ``strategy`` puts fewer bytes on the wire than a dense allreduce.
+
+    Args:
+        ranks: number of ranks.
+        k: entries kept out of ``elements``.
+        elements: d, the length of the bucket.
+        dtype: dtype of the gradients, in which the dense allreduce would send them.
+        values_as: one of ``wire.VALUE_FORMATS``.
+        strategy: "allgather" or "shared-index".
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+        UnsupportedError: ``dtype`` is not real floating point.
+    """
+    check_choice("strategy", strategy, ("allgather", "shared-index"))
+    if strategy == "allgather":
+        sparse = allgather_bytes(ranks, packed_bytes(k, elements, dtype, values_as))
+    else:
+        value_bytes = shared_value_bytes(ranks, value_dtype(dtype).itemsize, values_as)
+        sparse = shared_index_bytes(ranks, index_bytes(k, elements), k, value_bytes)
+    return sparse < dense_bytes(ranks, elements, dtype.itemsize)

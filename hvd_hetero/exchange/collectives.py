@@ -35,8 +35,8 @@ class Collectives(Protocol):
     @property
     def size(self) -> int: ...
 
-    def allreduce_async(self, tensor: torch.Tensor, name: str) -> Handle:
-        """Sum ``tensor`` over ranks in place; the result is ``tensor`` itself."""
+    def allreduce_async(self, tensor: torch.Tensor, name: str, average: bool = False) -> Handle:
+        """Sum ``tensor`` over ranks in place, or average it; the result is ``tensor`` itself."""
         ...
 
     def allgather_async(self, tensor: torch.Tensor, name: str) -> Handle:
@@ -70,7 +70,7 @@ class SingleProcess:
     rank = 0
     size = 1
 
-    def allreduce_async(self, tensor: torch.Tensor, name: str) -> Handle:
+    def allreduce_async(self, tensor: torch.Tensor, name: str, average: bool = False) -> Handle:
         return FinishedHandle(tensor)
 
     def allgather_async(self, tensor: torch.Tensor, name: str) -> Handle:

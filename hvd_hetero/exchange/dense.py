@@ -26,6 +26,7 @@ class DenseExchange:
     """
 
     strategy = "dense"
+    nonfinite = False  # the sum shows it
 
     def __init__(
         self,
@@ -40,11 +41,19 @@ class DenseExchange:
         if compressor is not None:
             message, self._context = compressor.compress(values)
         self.sent_bytes = dense_bytes(collectives.size, message.numel(), message.element_size())
-        self.handle: Handle = collectives.allreduce_async(message, f"{name}.allreduce")
+        self._handle: Handle = collectives.allreduce_async(message, f"{name}.allreduce")
+
+    def advance(self) -> bool:
+        """Return True: there is one stage, and it is launched."""
+        return True
+
+    def done(self) -> bool:
+        """Return True when ``finish`` would not block."""
+        return self._handle.done()
 
     def finish(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks (Tensor[d]); ``output`` is not needed. The handle is done."""
-        result = self.handle.result()
+        """Return the sum over ranks (Tensor[d]); ``output`` is not needed."""
+        result = self._handle.result()
         if self._compressor is not None:
             result = self._compressor.decompress(result, self._context)
         return result

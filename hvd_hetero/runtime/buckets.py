@@ -38,26 +38,55 @@ class Bucket:
         self.index = index
         self.members = tuple(members)
         self.elements = members[-1].stop
+        self._parameter_dtype = parameter.dtype
         self.dtype = value_dtype(parameter.dtype)
         self.feedback = ErrorFeedback(self.elements, self.dtype, parameter.device)
         self._waiting_for = {id(member.parameter) for member in members}
         self._seen: dict[str, tuple[torch.Tensor | None, int]] = {}
         self._added: set[int] = set()
+        self._complete = False
 
     @property
     def full(self) -> bool:
         return not self._waiting_for
+
+    @property
+    def waiting(self) -> list[Member]:
+        """Members whose gradient is not complete yet."""
+        return [member for member in self.members if id(member.parameter) in self._waiting_for]
+
+    def note(self, member: Member) -> bool:
+        """Take note of the member's gradient; return whether it is the first of this step."""
+        first = id(member.parameter) not in self._added
+        self._added.add(id(member.parameter))
+        return first
 
     def add(self, member: Member, weight: float) -> None:
         """Add ``weight`` times the member's gradient to what is to be exchanged."""
         gradient = member.parameter.grad
         if gradient is None:
             return
-        self._added.add(id(member.parameter))
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         view = self.feedback.work[member.span].view(member.parameter.shape)
-        view.add_(gradient, alpha=weight)
+        if not self.note(member):
+            view.add_(gradient, alpha=weight)
+        elif gradient.dtype == view.dtype:
+            torch.mul(gradient, weight, out=view)
+        else:
+            view.copy_(gradient).mul_(weight)
+
+    def complete(self, divisor: float) -> torch.Tensor:
+        """Return the weighted gradient, ``work``, with zeros where there was none."""
+        work = self.feedback.work
+        if not self._complete:
+            for member in self.members:
+                if id(member.parameter) not in self._added:
+                    work[member.span].zero_()
+            if divisor != 1.0:
+                work.mul_(1.0 / divisor)
+            self._complete = True
+        return work
 
     def mark_ready(self, member: Member) -> None:
         """The member's gradient is complete; from now on ``p.grad`` must not be changed."""
@@ -81,6 +110,7 @@ class Bucket:
         self._waiting_for = {id(member.parameter) for member in self.members}
         self._seen.clear()
         self._added.clear()
+        self._complete = False
 
     def overlooked(self) -> list[Member]:
         """Members with a gradient no hook has seen: set by hand, or from before the hook."""
@@ -89,6 +119,20 @@ class Bucket:
             for member in self.members
             if id(member.parameter) not in self._added and _has_gradient(member.parameter)
         ]
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether Horovod can exchange these gradients in ``p.grad`` itself: it has no bfloat16."""
+        return self._parameter_dtype in (torch.float16, torch.float32, torch.float64)
+
+    def gradient_or_zeros(self, member: Member) -> torch.Tensor:
+        """Return ``p.grad``, made of zeros where there is none; frozen ones keep theirs."""
+        parameter = member.parameter
+        if not parameter.requires_grad:
+            return torch.zeros_like(parameter)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
 
     def frozen_spans(self) -> list[slice]:
         """Spans of parameters frozen since they got their hook; they send nothing."""

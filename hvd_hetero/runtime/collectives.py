@@ -76,9 +76,10 @@ class HorovodCollectives:
     def size(self) -> int:
         return int(hvd.size())
 
-    def allreduce_async(self, tensor: torch.Tensor, name: str) -> Handle:
+    def allreduce_async(self, tensor: torch.Tensor, name: str, average: bool = False) -> Handle:
+        op = hvd.Average if average else hvd.Sum
         try:
-            return HorovodHandle(hvd.allreduce_async_(tensor, name=name, op=hvd.Sum), name)
+            return HorovodHandle(hvd.allreduce_async_(tensor, name=name, op=op), name)
         except HorovodInternalError as error:
             raise _exchange_failed(name, error) from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_hetero.compression.spec import Adaptive, TopK
+from hvd_hetero.compression.spec import Adaptive
+from hvd_hetero.errors import check_float
 
 
 class _Compression:
@@ -24,12 +25,16 @@ class _Compression:
 
         return hvd.Compression.fp16
 
-    def topk(self, cf: float) -> TopK:
-        """Send the largest 1/``cf`` of every bucket, with error feedback. See :class:`TopK`."""
-        return TopK(cf)
+    def topk(self, cf: float, **options: Any) -> Adaptive:
+        """Send about the largest 1/``cf`` of the gradient at every step, with error feedback.
+
+        ``options`` as of :class:`Adaptive`, for example ``dense_steps``, ``values``, ``exchange``.
+        """
+        cf = check_float("cf", cf, minimum=1.0)
+        return Adaptive(policy="fixed", min_cf=cf, max_cf=cf, **options)
 
     def adaptive(self, **options: Any) -> Adaptive:
-        """Search the compression factor while training. See :class:`Adaptive` for the options."""
+        """Choose the compression factor while training. See :class:`Adaptive` for the options."""
         return Adaptive(**options)
 
 

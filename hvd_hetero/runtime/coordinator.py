@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from hvd_hetero.balance.timing import StepTiming, WindowTiming, summarise
-from hvd_hetero.compression import controller
-from hvd_hetero.compression.gain import Energies
-from hvd_hetero.compression.spec import Adaptive, TopK
+from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.environment import LOG
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.runtime.agreement import (
@@ -30,8 +28,9 @@ from hvd_hetero.runtime.agreement import (
     verify_alike,
 )
 from hvd_hetero.runtime.balancer import Balancer
+from hvd_hetero.runtime.compression_control import CompressionControl
 from hvd_hetero.runtime.drift import check_drift
-from hvd_hetero.runtime.exchanger import GradientExchanger, SparsityMode
+from hvd_hetero.runtime.exchanger import GradientExchanger
 from hvd_hetero.runtime.mpi import (
     EXPECTED_WITHOUT_MPI,
     install_abort_hook,
@@ -55,7 +54,7 @@ _SAME_BATCHES = (
 class CoordinatorOptions:
     """What the user asked for, as far as decisions and records are concerned."""
 
-    spec: TopK | Adaptive | None
+    spec: Adaptive | None
     drift_check_steps: int | None
     log: str | None
     rank: int
@@ -104,6 +103,7 @@ class Coordinator:
         timer: StepTimer,
         configuration: Mapping[str, Any],
         log_everywhere: bool,
+        timeout_seconds: float,
     ) -> None:
         self._options = options
         self._channel = channel
@@ -117,16 +117,27 @@ class Coordinator:
         self._windows: dict[str, int] = {}
         self._bytes_at_record = (0, 0.0)
         self._gain: float | None = None
-        self._controller_state: controller.ControllerState | None = None
-        self._reasons = {"plan": "", "compression": ""}
+        self._rho: float | None = None
+        self._plan_reason = ""
         self._changed: list[str] = []
         if balancer is not None:
             self._open_window("balance", balancer.window_steps)
-            self._reasons["plan"] = balancer.plan.reason
-        self._start_compression(options.spec)
+            self._plan_reason = balancer.plan.reason
+        self.control: CompressionControl | None = None
+        if options.spec is not None and collectives.size > 1:
+            self._timings["compression"] = []
+            self.control = CompressionControl(
+                options.spec,
+                exchanger=exchanger,
+                collectives=collectives,
+                channel=channel,
+                optimizer=optimizer,
+                timeout_seconds=timeout_seconds,
+            )
         self._sink: JsonLinesSink | None = None
         if log_everywhere:
-            windows = self._windows.values()
+            windows = list(self._windows.values())
+            windows += [] if options.spec is None else [options.spec.window]
             self._open_window("record", min(windows) if windows else _RECORD_WINDOW_STEPS)
             if options.rank == 0 and options.log_path is not None:
                 self._sink = JsonLinesSink(options.log_path)
@@ -142,6 +153,13 @@ class Coordinator:
         """Count an applied step; agree where a window ends. Blocks, on the main thread."""
         self.steps += 1
         due = [name for name, steps in self._windows.items() if self.steps % steps == 0]
+        if self.control is not None:
+            with self._timer.waiting():
+                if self.control.after_step(self.steps):
+                    self._timings["compression"] = []
+                    self._changed.append("cf")
+            if self.control.due(self.steps):
+                due.append("compression")
         drift_steps = self._options.drift_check_steps
         check = drift_steps is not None and self.steps % drift_steps == 0
         if not due and not check:
@@ -152,6 +170,28 @@ class Coordinator:
             if check:
                 check_drift(self._channel, self._optimizer, self.steps)
 
+    @property
+    def rank(self) -> int:
+        return self._options.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._collectives.size
+
+    def compression_state(self) -> dict[str, Any] | None:
+        """Return the state of the compression policy; None without one."""
+        return None if self.control is None else self.control.state_dict()
+
+    def load_compression_state(
+        self, state: Mapping[str, Any] | None, steps: int, same_ranks: bool
+    ) -> None:
+        """Count on from ``steps``, and let the policy go on from ``state``."""
+        self.steps = steps
+        self._timings = {name: [] for name in self._timings}
+        self._bytes_at_record = (steps, self._exchanger.sent_bytes)
+        if self.control is not None and state is not None:
+            self.control.load_state_dict(state, steps, same_ranks)
+
     # ---- one agreement --------------------------------------------------------------------------
 
     def _agree(self, due: Sequence[str]) -> None:
@@ -161,7 +201,10 @@ class Coordinator:
         with holding:
             reports = self._channel.allgather(self._report(due), "window")
             verify_alike([report["alike"] for report in reports], _SAME_BATCHES)
-            decision = self._decide(due, reports) if self._options.rank == 0 else None
+            sums = None
+            if "compression" in due and self.control is not None:
+                sums = self.control.collect()
+            decision = self._decide(due, reports, sums) if self._options.rank == 0 else None
             self._apply(self._channel.broadcast(decision, "decision"))
         if self._sink is not None and "record" in due:
             self._sink.write(self._window_record(reports))
@@ -177,12 +220,13 @@ class Coordinator:
             # A rank that skipped a batch would pair its gradients with the wrong ones for ever.
             position = self._balancer.position
             report["alike"][f"(pass, batch) of the loader after step {self.steps}"] = position
-        if "compression" in due:
-            energies = self._exchanger.take_energies()
-            report["energies"] = None if energies is None else energies.to_dict()
+        if "compression" in due and self.control is not None:
+            report["seconds"] = self.control.report()
         return report
 
-    def _decide(self, due: Sequence[str], reports: Sequence[Message]) -> Message:
+    def _decide(
+        self, due: Sequence[str], reports: Sequence[Message], sums: torch.Tensor | None
+    ) -> Message:
         decision: Message = {}
         if "balance" in due and self._balancer is not None:
             decision["balance"] = self._balancer.decide(
@@ -190,61 +234,27 @@ class Coordinator:
                 [report["drawn"] for report in reports],
                 self._exchanger.last_bucket_share(),
             )
-        if "compression" in due:
-            decision["compression"] = self._decide_compression(reports)
+        if "compression" in due and self.control is not None:
+            decision["compression"] = self.control.decide(
+                sums,
+                _windows(reports, "compression"),
+                [report["seconds"] for report in reports],
+                1.0 if self._balancer is None else float(self._balancer.global_batch_size),
+            )
         return decision
-
-    def _decide_compression(self, reports: Sequence[Message]) -> Message:
-        spec = self._options.spec
-        state = self._controller_state
-        assert isinstance(spec, Adaptive) and state is not None
-        measured = [Energies.from_dict(r["energies"]) for r in reports if r["energies"] is not None]
-        windows = [one for one in _windows(reports, "compression") if one is not None]
-        if not measured or not windows:
-            mode = self._exchanger.mode
-            return {
-                "cf": mode.cf,
-                "candidates": list(mode.candidates),
-                "reason": "kept: no typical step in this window",
-                "changed": False,
-                "gain": None,
-            }
-        energies = measured[0]
-        for other in measured[1:]:
-            energies = energies + other
-        samples = 1.0 if self._balancer is None else float(self._balancer.global_batch_size)
-        observation = controller.Observation(
-            energies=energies,
-            step_seconds=max(window.step_seconds for window in windows),
-            samples_per_step=samples,
-        )
-        used_cf = self._exchanger.mode.cf
-        gain = 1.0 if used_cf is None else energies.gain(used_cf)
-        self._controller_state, choice = controller.advance(spec, state, observation)
-        return {
-            "cf": choice.cf,
-            "candidates": list(choice.candidates),
-            "reason": choice.reason,
-            "changed": choice.changed,
-            "gain": gain,
-        }
 
     def _apply(self, decision: Message) -> None:
         if "balance" in decision and self._balancer is not None:
-            self._reasons["plan"] = decision["balance"]["reason"]
+            self._plan_reason = decision["balance"]["reason"]
             if self._balancer.apply(decision["balance"]):
                 self._changed.append("plan")
                 self._timings = {name: [] for name in self._timings}
-        if "compression" in decision:
+        if "compression" in decision and self.control is not None:
             choice = decision["compression"]
-            self._reasons["compression"] = choice["reason"]
-            self._gain = choice["gain"]
-            mode = SparsityMode(choice["cf"], tuple(choice["candidates"]), measure_gain=True)
-            if mode.cf != self._exchanger.mode.cf:
+            self._gain, self._rho = choice["gain"], choice["rho"]
+            if self.control.apply(choice):
                 self._changed.append("cf")
-                logger.info("compression factor %s: %s", mode.cf or "dense", choice["reason"])
-            assert isinstance(self._options.spec, Adaptive)
-            self._exchanger.set_mode(mode, self._options.spec.flush_steps)
+                self._timings["compression"] = []
 
     # ---- records --------------------------------------------------------------------------------
 
@@ -264,11 +274,13 @@ class Coordinator:
             global_batch_size=None if plan is None else plan.global_batch_size,
             cf=self._exchanger.mode.cf,
             gain=self._gain,
+            rho=self._rho,
+            nonfinite_steps=self._exchanger.nonfinite_steps,
             strategy=self._exchanger.take_strategy(),
             bytes_per_step=(sent - bytes_before) / max(self.steps - steps_before, 1),
             plan_version=0 if plan is None else plan.version,
-            plan_reason=self._reasons["plan"],
-            compression_reason=self._reasons["compression"],
+            plan_reason=self._plan_reason,
+            compression_reason=self._compression_reason(),
             changed=tuple(self._changed),
         )
 
@@ -278,18 +290,10 @@ class Coordinator:
         self._windows[name] = steps
         self._timings[name] = []
 
-    def _start_compression(self, spec: TopK | Adaptive | None) -> None:
-        if self._collectives.size == 1 or spec is None:
-            self._reasons["compression"] = "not asked for" if spec is None else "one rank"
-        elif isinstance(spec, TopK):
-            self._exchanger.set_mode(SparsityMode(spec.cf), flush_steps=1)
-            self._reasons["compression"] = f"fixed at CF {spec.cf:g}"
-        else:
-            self._open_window("compression", spec.window)
-            self._controller_state, choice = controller.start(spec)
-            mode = SparsityMode(choice.cf, choice.candidates, measure_gain=True)
-            self._exchanger.set_mode(mode, spec.flush_steps)
-            self._reasons["compression"] = choice.reason
+    def _compression_reason(self) -> str:
+        if self.control is not None:
+            return self.control.reason
+        return "not asked for" if self._options.spec is None else "one rank"
 
 
 def _windows(reports: Sequence[Message], name: str) -> list[WindowTiming | None]:

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from hvd_hetero.errors import UnsupportedError
+from hvd_hetero.errors import ConfigurationError, UnsupportedError
+from hvd_hetero.runtime.agreement import Channel, verify_alike
 from hvd_hetero.runtime.balancer import Balancer
+from hvd_hetero.runtime.checkpoint import (
+    VERSION,
+    State,
+    put_residuals,
+    residuals_by_name,
+    state_for,
+)
 from hvd_hetero.runtime.coordinator import Coordinator
 from hvd_hetero.runtime.exchanger import GradientExchanger, PassWeight
 from hvd_hetero.runtime.timings import StepTimer
@@ -20,6 +28,7 @@ class WeightRule:
     """How a backward pass is weighted.
 
     ``rank_weight`` is used without a balancer: 1 / ranks for Horovod's Average, 1 for Sum.
+    ``ranks``: with a balancer, what Horovod's Average divides by.
     ``gradient_scale`` of mixed precision is taken out of what is exchanged, so that residuals stay
     right while it moves, and put back into ``p.grad``.
     """
@@ -29,6 +38,7 @@ class WeightRule:
     loss_divided_by_passes: bool
     passes_per_step: int
     gradient_scale: float = 1.0
+    ranks: int = 1
 
     def weigh(self, batch: tuple[float, float] | None) -> PassWeight:
         """Return the weight for (own samples, samples of all ranks), None without a balancer."""
@@ -37,7 +47,8 @@ class WeightRule:
         own, total = batch
         weight = (own if self.loss_reduction == "mean" else 1.0) / self.gradient_scale
         if self.passes_per_step == 1:
-            return PassWeight(weight / total, own=own / total)
+            in_place = self.ranks * (weight * self.gradient_scale) / total
+            return PassWeight(weight / total, own=own / total, in_place=in_place)
         if self.loss_divided_by_passes:
             weight *= self.passes_per_step
         return PassWeight(weight, total, own)
@@ -91,8 +102,8 @@ class OptimizerEngine:
             )
         self._enter_pass(optimizer.backward_passes_per_step - passes_left)
         self._refuse_sparse(parameter)
-        self.exchanger.add(parameter)
-        if passes_left > 1 and parameter.grad is not None:
+        taken = self.exchanger.add(parameter)
+        if taken and passes_left > 1 and parameter.grad is not None:
             parameter.grad.zero_()  # the next pass adds its own gradient alone
 
     def _enter_pass(self, passes_seen_by_parameter: int) -> None:
@@ -115,6 +126,7 @@ class OptimizerEngine:
     def _open_pass(self) -> None:
         self._pass_batch = self._current_batch()
         self._step_batches.append(self._pass_batch)
+        self.exchanger.passes_per_step = self._optimizer.backward_passes_per_step
         self.exchanger.begin_pass(self._weight_rule().weigh(self._pass_batch))
 
     def _current_batch(self) -> tuple[float, float] | None:
@@ -147,6 +159,7 @@ class OptimizerEngine:
         if self.exchanger.synchronized:
             return
         self._timer.synchronize_begins()
+        self.exchanger.passes_per_step = self._optimizer.backward_passes_per_step
         for parameter in self.exchanger.overlooked():
             self._refuse_sparse(parameter)
             if not self.exchanger.passes:
@@ -174,6 +187,85 @@ class OptimizerEngine:
         """Start from empty residuals, as after loading another optimizer state."""
         self.exchanger.forget_residuals()
         self._close_step()
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank must save besides the state of model and optimizer.
+
+        Residuals by parameter name, the compression policy with what it has measured, and the
+        number of steps; plain values and tensors, loadable with ``weights_only=True``. Every rank
+        saves its own, between two steps.
+        """
+        self._refuse_open_step("hetero_state_dict")
+        return {
+            "version": VERSION,
+            "rank": self._coordinator.rank,
+            "ranks": self._coordinator.ranks,
+            "steps": self._coordinator.steps,
+            "exchange": self.exchanger.counters(),
+            "residuals": residuals_by_name(self.exchanger),
+            "compression": self._coordinator.compression_state(),
+        }
+
+    def load_state_dict(self, states: State | Sequence[State], channel: Channel) -> None:
+        """Go on from what ``hetero_state_dict`` gave; on all ranks, after ``load_state_dict``.
+
+        With as many ranks as saved, every rank passes its own state, and at a fixed compression
+        factor training goes on bit for bit. With another number of ranks every rank passes the
+        list of all states: residuals are shared out, so that none of the gradient is lost.
+
+        Args:
+            states: a state, or those of all ranks that saved, in any order.
+
+        Raises:
+            ConfigurationError: states are missing or do not fit this model or these options.
+            RankMismatchError: ranks loaded different checkpoints.
+        """
+        self._refuse_open_step("load_hetero_state_dict")
+        ranks = self._coordinator.ranks
+        state, residuals = state_for(states, self._coordinator.rank, ranks)
+        verify_alike(
+            channel.allgather(
+                {"loaded state": {"steps": int(state["steps"]), "ranks": int(state["ranks"])}},
+                "load",
+            ),
+            "Load states of one checkpoint on all ranks",
+        )
+        put_residuals(self.exchanger, residuals)
+        self._coordinator.load_compression_state(
+            state["compression"], int(state["steps"]), int(state["ranks"]) == ranks
+        )
+        self.exchanger.set_counters(state["exchange"])
+
+    def flush_residuals(self, steps: int, channel: Channel) -> None:
+        """Have everything that was held back sent with the next ``steps`` steps; on all ranks.
+
+        These steps travel dense, each with an equal part of the residuals; after the last of them
+        no rank holds anything back, so that a checkpoint of model and optimizer alone loses
+        nothing. Then compression goes on. What was held back can be many gradients' worth: with
+        few steps and a large learning rate that is a jolt.
+
+        Raises:
+            ConfigurationError: called between backward and step.
+            RankMismatchError: ranks differ in ``steps``, or do not all call it now.
+        """
+        self._refuse_open_step("flush_residuals")
+        verify_alike(
+            channel.allgather(
+                {"flush_residuals": {"steps": steps, "after step": self._coordinator.steps}},
+                "flush",
+            ),
+            "Call optimizer.flush_residuals() with the same steps on all ranks",
+        )
+        self.exchanger.flush(steps)
+
+    def _refuse_open_step(self, name: str) -> None:
+        if self.exchanger.pending or self.exchanger.synchronized:
+            raise ConfigurationError(
+                f"{name}() was called between backward and the end of optimizer.step(): call it "
+                "after step(), or after zero_grad()"
+            )
 
     def _close_step(self) -> None:
         self._pass_open = False

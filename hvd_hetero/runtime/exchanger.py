@@ -11,19 +11,23 @@ The life of a step, for every bucket:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hvd_hetero.compression.gain import Energies, energy, measure
-from hvd_hetero.compression.topk import SparseGradient, k_for, select
+from hvd_hetero.compression.gain import energy
+from hvd_hetero.compression.sample import GradientSample
+from hvd_hetero.compression.topk import k_for
 from hvd_hetero.errors import BatchAccountingError, UnsupportedError
 from hvd_hetero.exchange.allgather import AllgatherExchange, sparse_saves_bytes
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.exchange.dense import Compressor, DenseExchange
+from hvd_hetero.exchange.exchange import Exchange
+from hvd_hetero.exchange.in_place import InPlaceExchange
+from hvd_hetero.exchange.shared_index import SharedIndexExchange
 from hvd_hetero.runtime.buckets import Bucket, Member, build_buckets
-from hvd_hetero.runtime.clock import wait_until
+from hvd_hetero.runtime.clock import now_seconds, wait_until
 
 
 @dataclass(frozen=True)
@@ -36,26 +40,38 @@ class PassWeight:
 
     ``own``: what this rank's own gradient counts for, so that ``sum (weight * gradient) / own`` is
     that gradient. It adds up over passes where there are divisors (samples), else it does not.
+    ``in_place``: by what ``p.grad`` is multiplied before Horovod averages or sums it where it is.
     """
 
     weight: float
     divisor: float = 0.0
     own: float = 1.0
+    in_place: float = 1.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class SparsityMode:
-    """How the next steps compress; changed between steps only, alike on all ranks."""
+    """How the next steps compress; changed between steps only, alike on all ranks.
+
+    Args:
+        cf: compression factor; None sends dense gradients.
+        strategy: "allgather" or "shared-index", for buckets in which it sends fewer bytes.
+        entries: k of each bucket; k_for(elements, cf) for buckets beyond its end.
+        sample: take samples of gradients and residuals for the next decision.
+    """
 
     cf: float | None = None
-    candidates: tuple[float, ...] = ()
-    measure_gain: bool = False
+    strategy: str = "allgather"
+    entries: tuple[int, ...] = ()
+    sample: bool = False
 
 
 class GradientExchanger:
     """Aggregates the gradients of one optimizer; knows collectives, but not Horovod.
 
-    ``describe_step`` gives the words that errors use for "where" (rank and step).
+    ``describe_step`` gives the words that errors use for "where" (rank and step). ``average``:
+    what Horovod does with uncompressed gradients, average or sum; ``per_pass_weights``: passes of
+    one step may count differently (by samples), so that they cannot add up in ``p.grad``.
     """
 
     def __init__(
@@ -69,6 +85,9 @@ class GradientExchanger:
         describe_step: Callable[[], str],
         compressor: Compressor | None = None,
         local_clip_norm: float | None = None,
+        values_as: str = "float16",
+        average: bool = True,
+        per_pass_weights: bool = True,
     ) -> None:
         self._collectives = collectives
         self.prefix = prefix
@@ -77,17 +96,29 @@ class GradientExchanger:
         self._describe_step = describe_step
         self._compressor = compressor
         self._local_clip_norm = local_clip_norm
+        self._values_as = values_as
+        self._average = average
+        self._per_pass_weights = per_pass_weights
         self.mode = SparsityMode()
+        self.sample: GradientSample | None = None
+        self.passes_per_step = 1
         self.buckets: list[Bucket] = []
         self._places: dict[int, tuple[Bucket, Member]] = {}
-        self._pending: dict[int, DenseExchange | AllgatherExchange] = {}
+        self._pending: dict[int, Exchange] = {}
+        self._in_place: dict[int, InPlaceExchange] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._passes: list[PassWeight] = []
         self._next_launch = 0
+        self._exchanges = 0
         self._flush_steps_left = 0
+        self._residuals_open = False  # on any rank; decided by what was done, never by values
+        self._where_it_lies: bool | None = None
         self.synchronized = False
-        self.energies: Energies | None = None
+        self._nonfinite = False
+        self.nonfinite_steps = 0
         self.sent_bytes = 0.0
+        self.compress_seconds = 0.0
+        self.decode_seconds = 0.0
         self.launched_in_backward = 0
         self._strategies: set[str] = set()
         self.add_parameters(named_parameters)
@@ -118,7 +149,8 @@ class GradientExchanger:
     @property
     def pending(self) -> bool:
         """True when gradients were added or launched and not yet synchronized."""
-        return bool(self._passes or self._pending) and not self.synchronized
+        started = self._passes or self._pending or self._in_place
+        return bool(started) and not self.synchronized
 
     def begin_pass(self, weight: PassWeight) -> None:
         """Start adding gradients of another backward pass.
@@ -130,10 +162,17 @@ class GradientExchanger:
             self.abandon()
         self._passes.append(weight)
 
-    def add(self, parameter: torch.Tensor) -> None:
-        """Add a parameter's gradient of the current pass."""
+    def add(self, parameter: torch.Tensor) -> bool:
+        """Add a parameter's gradient of the current pass.
+
+        Returns False when the gradient is to stay, and to add up, in ``p.grad``.
+        """
         bucket, member = self._places[id(parameter)]
+        if self.where_it_lies:
+            bucket.note(member)
+            return False
         bucket.add(member, self._passes[-1].weight)
+        return True
 
     def overlooked(self) -> list[torch.Tensor]:
         """Parameters with a gradient that no hook has seen in this step."""
@@ -153,12 +192,17 @@ class GradientExchanger:
     def mark_ready(self, parameter: torch.Tensor) -> bool:
         """The parameter's gradient is complete; return True when this launched something."""
         bucket, member = self._places[id(parameter)]
+        if self.where_it_lies:
+            self._start_in_place(bucket, member)
+            self.launched_in_backward += 1
+            return True
         bucket.mark_ready(member)
         if self._local_clip_norm is not None:
             return False  # the norm is known at the end of backward only
         before = self._next_launch
         while self._next_launch < len(self.buckets) and self.buckets[self._next_launch].full:
             self._launch(self.buckets[self._next_launch])
+        self._advance()
         self.launched_in_backward += self._next_launch - before
         return self._next_launch > before
 
@@ -167,25 +211,42 @@ class GradientExchanger:
     def synchronize(self, gradient_scale: float = 1.0) -> None:
         """Exchange what is left, wait for everything, write ``p.grad`` times ``gradient_scale``.
 
-        A second call without a backward pass in between does nothing. Raises UnsupportedError
-        when ``p.grad`` was changed after backward: the change would be lost.
+        Where any rank's gradient was not finite, ``p.grad`` is NaN on all ranks, and ``commit``
+        leaves every residual as it was. A second call without a backward pass in between does
+        nothing. Raises UnsupportedError when ``p.grad`` was changed after backward: the change
+        would be lost.
         """
         if self.synchronized:
             return
         self._refuse_changed_gradients()
         self._launch_rest()
+        if self.mode.sample and self.sample is not None:
+            self.sample.end_step()  # while the exchange is under way
         for bucket in self.buckets:
-            exchange = self._await(bucket)
-            bucket.write_gradients(exchange.finish(self._scratch_for(bucket)), gradient_scale)
+            if bucket.index in self._in_place:
+                self._await(bucket, self._in_place[bucket.index].done)
+                self._in_place[bucket.index].wait()
+            else:
+                self._finish(bucket, gradient_scale)
         self._pending.clear()
+        self._in_place.clear()
+        self._exchanges += 1
         self.synchronized = True
 
     def commit(self) -> None:
         """The synchronized gradients were applied."""
-        for bucket in self.buckets:
-            bucket.feedback.commit()
-        if self._flush_steps_left > 0 and self.mode.cf is None:
-            self._flush_steps_left -= 1
+        if self._nonfinite:
+            self.nonfinite_steps += 1
+            for bucket in self.buckets:
+                bucket.feedback.drop()
+        else:
+            for bucket in self.buckets:
+                bucket.feedback.commit()
+            if self._flush_steps_left > 0:
+                self._flush_steps_left -= 1
+                frozen = any(bucket.frozen_spans() for bucket in self.buckets)
+                if self._flush_steps_left == 0 and self.mode.cf is None and not frozen:
+                    self._residuals_open = False
         self._reset()
 
     def abandon(self) -> None:
@@ -196,11 +257,19 @@ class GradientExchanger:
         """
         if self.pending:
             self._launch_rest()
+            self._exchanges += 1
         for bucket in self.buckets:
+            if bucket.index in self._in_place:
+                self._await(bucket, self._in_place[bucket.index].done)
+                self._in_place[bucket.index].wait()
             if bucket.index in self._pending:
-                self._await(bucket).handle.result()
+                self._await(bucket, self._pending[bucket.index].done)
+                self._pending[bucket.index].finish(self._scratch_for(bucket))
             bucket.feedback.drop()
         self._pending.clear()
+        self._in_place.clear()
+        if self.sample is not None:
+            self.sample.drop_step()
         self._reset()
 
     def forget_residuals(self) -> None:
@@ -209,6 +278,7 @@ class GradientExchanger:
         for bucket in self.buckets:
             if not bucket.feedback.is_empty:
                 bucket.feedback.load(torch.zeros_like(bucket.feedback.residual))
+        self._residuals_open = self.mode.cf is not None
 
     def set_mode(self, mode: SparsityMode, flush_steps: int) -> None:
         """Change how the next steps compress.
@@ -216,14 +286,32 @@ class GradientExchanger:
         Going dense, the residual is sent in equal parts over ``flush_steps`` steps: all at once
         it can be many gradient norms.
         """
-        if mode.cf is None and self.mode.cf is not None:
+        if mode.cf is not None:
+            self._residuals_open = True
+        elif self.mode.cf is not None:
             self._flush_steps_left = flush_steps
         self.mode = mode
 
-    def take_energies(self) -> Energies | None:
-        """Return what was measured since the last call, summed over steps and buckets."""
-        energies, self.energies = self.energies, None
-        return energies
+    def flush(self, steps: int) -> None:
+        """Send the next ``steps`` steps dense, each with an equal part of the residual."""
+        if self._residuals_open:
+            self._flush_steps_left = steps
+
+    def counters(self) -> dict[str, int]:
+        """Return what besides residuals decides the next exchanges, alike on all ranks."""
+        return {
+            "exchanges": self._exchanges,
+            "flush_steps_left": self._flush_steps_left,
+            "residuals_open": int(self._residuals_open),
+        }
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from what ``counters`` gave, once mode and residuals are loaded."""
+        self._exchanges = int(counters["exchanges"])
+        self._residuals_open = bool(counters["residuals_open"]) or self.mode.cf is not None
+        self._flush_steps_left = int(counters["flush_steps_left"])
+        if self.mode.cf is None and self._residuals_open:
+            self._flush_steps_left = max(self._flush_steps_left, 1)
 
     def take_strategy(self) -> str:
         """Return which exchanges ran since the last call: "dense", "allgather" or both."""
@@ -236,7 +324,42 @@ class GradientExchanger:
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    @property
+    def where_it_lies(self) -> bool:
+        """Whether this step's gradients are exchanged in ``p.grad`` itself, without a copy.
+
+        Decided once a step, from what is the same on all ranks.
+        """
+        if self._where_it_lies is None:
+            self._where_it_lies = (
+                self.mode.cf is None
+                and not self.mode.sample
+                and not self._residuals_open
+                and self._compressor is None
+                and self._local_clip_norm is None
+                and (self.passes_per_step == 1 or not self._per_pass_weights)
+                and all(bucket.can_stay for bucket in self.buckets)
+            )
+        return self._where_it_lies
+
+    def _start_in_place(self, bucket: Bucket, member: Member) -> None:
+        exchange = self._in_place.get(bucket.index)
+        if exchange is None:
+            exchange = InPlaceExchange(self._collectives, average=self._average)
+            self._in_place[bucket.index] = exchange
+            self._strategies.add(exchange.strategy)
+        factor = self._passes[-1].in_place if self._passes else 1.0
+        before = exchange.sent_bytes
+        exchange.start(bucket.gradient_or_zeros(member), factor, f"{self.prefix}.{member.name}")
+        self.sent_bytes += exchange.sent_bytes - before
+        bucket.mark_ready(member)
+
     def _launch_rest(self) -> None:
+        if self.where_it_lies:
+            for bucket in self.buckets:
+                for member in bucket.waiting:
+                    self._start_in_place(bucket, member)
+            return
         if self._local_clip_norm is not None and self._next_launch == 0:
             self._clip(self._local_clip_norm)
         while self._next_launch < len(self.buckets):
@@ -258,40 +381,112 @@ class GradientExchanger:
         total = sum(one.divisor for one in self._passes)
         return total if total > 0 else 1.0
 
-    def _launch(self, bucket: Bucket) -> None:
-        work = bucket.feedback.work
-        divisor = self._divisor()
-        if divisor != 1.0:
-            work.mul_(1.0 / divisor)
-        name = f"{self.prefix}.{bucket.describe()}"
-        raw = energy(work) if self.mode.measure_gain else 0.0
+    def _entries(self, bucket: Bucket) -> int:
+        """Return k of a bucket, 0 where it travels dense."""
         cf = self.mode.cf
-        if cf is not None and sparse_saves_bytes(
-            self._collectives.size, k_for(bucket.elements, cf), bucket.elements, bucket.dtype
-        ):
-            values = bucket.feedback.compensate(keep=bucket.frozen_spans())
-            indices = select(values, k_for(bucket.elements, cf))
-            bucket.feedback.sent(indices)
-            exchange: DenseExchange | AllgatherExchange = AllgatherExchange(
-                self._collectives, SparseGradient.gather(values, indices), name
-            )
+        if cf is None or self._flush_steps_left > 0:
+            return 0
+        known = bucket.index < len(self.mode.entries)
+        k = self.mode.entries[bucket.index] if known else k_for(bucket.elements, cf)
+        saves = k < bucket.elements and sparse_saves_bytes(
+            self._collectives.size,
+            k,
+            bucket.elements,
+            bucket.dtype,
+            self._values_as,
+            self.mode.strategy,
+        )
+        return k if saves else 0
+
+    def _launch(self, bucket: Bucket) -> None:
+        work = bucket.complete(self._divisor())
+        sample = self._sample_of(bucket)
+        if sample is not None:
+            sample.take_gradient(bucket.index, work)
+        start = now_seconds()
+        k = self._entries(bucket)
+        if k == 0:
+            exchange = self._launch_dense(bucket)
+        elif self.mode.strategy == "shared-index":
+            exchange = self._launch_shared_index(bucket, k)
         else:
-            indices = None
-            if cf is not None or self._flush_steps_left <= 1:
-                values = bucket.feedback.compensate(keep=bucket.frozen_spans())
-            else:
-                values = bucket.feedback.compensate_fraction(
-                    1.0 / self._flush_steps_left, keep=bucket.frozen_spans()
-                )
-            bucket.feedback.sent(None)
-            exchange = DenseExchange(self._collectives, values, name, self._compressor)
-        if self.mode.measure_gain:
-            energies = measure(values, indices, self.mode.candidates, raw=raw)
-            self.energies = energies if self.energies is None else self.energies + energies
+            exchange = self._launch_allgather(bucket, k)
+        if k > 0:
+            self.compress_seconds += now_seconds() - start
         self.sent_bytes += exchange.sent_bytes
         self._strategies.add(exchange.strategy)
         self._pending[bucket.index] = exchange
         self._next_launch = bucket.index + 1
+
+    def _launch_dense(self, bucket: Bucket) -> Exchange:
+        share = 1.0 / max(self._flush_steps_left, 1)
+        values = bucket.feedback.compensate_fraction(share, keep=bucket.frozen_spans())
+        bucket.feedback.sent(None)
+        self._sample_compensated(bucket)  # before the sum over ranks takes its place
+        return DenseExchange(self._collectives, values, self._name(bucket), self._compressor)
+
+    def _launch_allgather(self, bucket: Bucket, k: int) -> Exchange:
+        sparse = bucket.feedback.select(k, keep=bucket.frozen_spans())
+        self._sample_compensated(bucket)
+        exchange = AllgatherExchange(self._collectives, sparse, self._name(bucket), self._values_as)
+        bucket.feedback.sent(sparse.indices, exchange.sent_values)
+        return exchange
+
+    def _launch_shared_index(self, bucket: Bucket, k: int) -> Exchange:
+        leader = (self._exchanges + bucket.index) % self._collectives.size
+        indices = None
+        if leader == self._collectives.rank:
+            indices = bucket.feedback.select(k, keep=bucket.frozen_spans()).indices
+        else:
+            bucket.feedback.compensate(keep=bucket.frozen_spans())
+        self._sample_compensated(bucket)
+        return SharedIndexExchange(
+            self._collectives,
+            bucket.feedback.work,
+            k,
+            self._name(bucket),
+            leader,
+            indices,
+            self._values_as,
+        )
+
+    def _sample_compensated(self, bucket: Bucket) -> None:
+        sample = self._sample_of(bucket)
+        if sample is not None:
+            sample.take_compensated(bucket.index, bucket.feedback.work)
+
+    def _sample_of(self, bucket: Bucket) -> GradientSample | None:
+        """Return the sample, unless it is not wanted or older than the bucket."""
+        sample = self.sample if self.mode.sample else None
+        known = sample is not None and bucket.index < len(sample.bucket_elements)
+        return sample if known else None
+
+    def _name(self, bucket: Bucket) -> str:
+        return f"{self.prefix}.{bucket.describe()}"
+
+    def _advance(self) -> None:
+        """Launch second stages whose first stage is done; never blocks."""
+        for exchange in self._pending.values():
+            exchange.advance()
+
+    def _finish(self, bucket: Bucket, gradient_scale: float) -> None:
+        exchange = self._pending[bucket.index]
+
+        def done() -> bool:
+            self._advance()
+            return exchange.done()
+
+        self._await(bucket, done)
+        start = now_seconds()
+        total = exchange.finish(self._scratch_for(bucket))
+        if isinstance(exchange, SharedIndexExchange):
+            bucket.feedback.sent(exchange.indices, exchange.sent_values)
+        if exchange.nonfinite:
+            self._nonfinite = True
+            total.fill_(float("nan"))
+        if exchange.strategy != "dense":
+            self.decode_seconds += now_seconds() - start
+        bucket.write_gradients(total, gradient_scale)
 
     def _clip(self, max_norm: float) -> None:
         """Scale this rank's own gradient to at most ``max_norm``, before aggregation."""
@@ -299,20 +494,26 @@ class GradientExchanger:
             return
         by_samples = any(one.divisor > 0 for one in self._passes)
         own = sum(one.own for one in self._passes) if by_samples else self._passes[0].own
-        squared = sum(energy(bucket.feedback.work) for bucket in self.buckets)
+        divisor = self._divisor()
+        squared = sum(energy(bucket.complete(divisor)) for bucket in self.buckets)
+        own = own / divisor if by_samples else own
         scale = max_norm * own / max(squared**0.5, torch.finfo(torch.float32).tiny)
         if scale < 1.0:
             for bucket in self.buckets:
                 bucket.feedback.work.mul_(scale)
 
-    def _await(self, bucket: Bucket) -> DenseExchange | AllgatherExchange:
-        exchange = self._pending[bucket.index]
+    def _await(self, bucket: Bucket, done: Callable[[], bool]) -> None:
         wait_until(
-            exchange.handle.done,
+            done,
             self._timeout_seconds,
-            lambda: f"{self._describe_step()}: {exchange.strategy} exchange of {bucket.describe()}",
+            lambda: (
+                f"{self._describe_step()}: {self._strategy(bucket)} exchange of {bucket.describe()}"
+            ),
         )
-        return exchange
+
+    def _strategy(self, bucket: Bucket) -> str:
+        exchange = self._pending.get(bucket.index)
+        return "dense" if exchange is None else exchange.strategy
 
     def _scratch_for(self, bucket: Bucket) -> torch.Tensor:
         key = (bucket.dtype, bucket.feedback.work.device)
@@ -327,4 +528,6 @@ class GradientExchanger:
             bucket.reset()
         self._passes.clear()
         self._next_launch = 0
+        self._where_it_lies = None
+        self._nonfinite = False
         self.synchronized = False

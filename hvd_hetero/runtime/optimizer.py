@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvd_hetero.compression.spec import Adaptive, TopK
+from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.errors import (
     ConfigurationError,
     UnsupportedError,
@@ -115,7 +115,7 @@ def DistributedOptimizer(
             "optimizer is wrapped by Horovod already: pass the plain torch optimizer"
         )
     passes = check_int("backward_passes_per_step", backward_passes_per_step, minimum=1)
-    spec = compression if isinstance(compression, TopK | Adaptive) else None
+    spec = compression if isinstance(compression, Adaptive) else None
     if spec is None and not _is_horovod_compressor(compression):
         raise ConfigurationError(
             f"compression={compression!r}: must be hvd_hetero.Compression.none, .fp16, .topk(cf) "
@@ -223,6 +223,9 @@ def DistributedOptimizer(
         describe_step=lambda: f"rank {collectives.rank}, step {coordinator.steps}",
         compressor=None if compression is hvd.Compression.none or spec is not None else compression,
         local_clip_norm=local_clip_norm,
+        values_as="float16" if spec is None else spec.values,
+        average=balancer is not None or op == hvd.Average,
+        per_pass_weights=balancer is not None,
     )
     # Ranks of equal parameters may still differ in devices, and buckets hold one device each.
     verify_alike(start_channel.allgather(exchanger.layout(), "layout"))
@@ -236,6 +239,7 @@ def DistributedOptimizer(
         timer=timer,
         configuration={**signature, "ranks": collectives.size},
         log_everywhere=messages[0]["log"] is not None,
+        timeout_seconds=timeout,
     )
 
     def weight_rule() -> WeightRule:
@@ -245,6 +249,7 @@ def DistributedOptimizer(
             loss_divided_by_passes=bool(loss_divided_by_passes),
             passes_per_step=stock.backward_passes_per_step,
             gradient_scale=1.0 if grad_scaler is None else float(grad_scaler.get_scale()),
+            ranks=collectives.size,
         )
 
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)
@@ -269,8 +274,8 @@ def _is_horovod_compressor(compression: Any) -> bool:
 
 
 def _describe_compression(compression: Any) -> Any:
-    if isinstance(compression, TopK | Adaptive):
-        return {"kind": type(compression).__name__, **compression.to_dict()}
+    if isinstance(compression, Adaptive):
+        return compression.to_dict()
     return compression.__name__
 
 
@@ -500,6 +505,21 @@ def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesCh
             self._grad_accs.append(accumulator)
         engine.adopt(new)
 
+    def hetero_state_dict(self: Any) -> dict[str, Any]:
+        return engine.state_dict()
+
+    def load_hetero_state_dict(self: Any, state: Any) -> None:
+        engine.load_state_dict(state, channel)
+
+    def flush_residuals(self: Any, steps: int = 1) -> None:
+        engine.flush_residuals(check_int("steps", steps, minimum=1), channel)
+
+    hetero_state_dict.__doc__ = engine.state_dict.__doc__
+    load_hetero_state_dict.__doc__ = engine.load_state_dict.__doc__
+    flush_residuals.__doc__ = engine.flush_residuals.__doc__
+    cls.hetero_state_dict = hetero_state_dict
+    cls.load_hetero_state_dict = load_hetero_state_dict
+    cls.flush_residuals = flush_residuals
     cls._allreduce_grad_async = _allreduce_grad_async
     cls.synchronize = synchronize
     cls.step = step

@@ -68,7 +68,9 @@ class WindowRecord:
     and its waiting for others. ``bytes_per_step`` is what a rank sends in a step.
     ``local_batches`` (samples, in rank order) and ``global_batch_size`` are those of the plan:
     empty and None without a balancer. ``cf`` is the compression factor, None when dense; ``gain``
-    the compression gain, None when it was not measured. The reasons say why the plan and the
+    the compression gain and ``rho`` the residual ratio, None when not measured;
+    ``nonfinite_steps`` counts, from the start, steps in which some rank's gradient was not finite
+    (residuals stay as they were). The reasons say why the plan and the
     compression are as they are, ``changed`` names what changes after this window.
     """
 
@@ -88,6 +90,8 @@ class WindowRecord:
     plan_reason: str = ""
     compression_reason: str = ""
     changed: tuple[str, ...] = ()
+    rho: float | None = None
+    nonfinite_steps: int = 0
 
     def __post_init__(self) -> None:
         _convert(self, _WINDOW_FIELDS)
@@ -261,6 +265,8 @@ _WINDOW_FIELDS = {
     "plan_reason": _str,
     "compression_reason": _str,
     "changed": _tuple(_str),
+    "rho": _known,
+    "nonfinite_steps": _int,
 }
 _RECORD_TYPES: dict[str, type[ConfigurationRecord] | type[WindowRecord]] = {
     ConfigurationRecord.kind: ConfigurationRecord,

@@ -145,12 +145,14 @@ class ThreadCollectives:
         self.size = world.size
         self._uses: Counter[str] = Counter()
 
-    def allreduce_async(self, tensor: torch.Tensor, name: str) -> _ThreadHandle:
+    def allreduce_async(
+        self, tensor: torch.Tensor, name: str, average: bool = False
+    ) -> _ThreadHandle:
         def combine(tensors: list[torch.Tensor]) -> torch.Tensor:
             total = torch.zeros_like(tensor)
             for one in tensors:
                 total += one
-            return tensor.copy_(total)
+            return tensor.copy_(total / self.size if average else total)
 
         return self._start("allreduce", tensor, name, combine)
 

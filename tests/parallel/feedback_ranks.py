@@ -56,10 +56,10 @@ COURSES: dict[str, Course] = {
     "flush_interrupted": Course(30.0, {5: (None, 6), 8: (30.0, 1), 14: (None, 3)}),
     "passes": Course(8.0, {7: (100.0, 1), 15: (None, 2), 20: (5.0, 1)}, passes=2),
     # Gains are far above eps, so the first decision raises the CF.
-    "adaptive": Course({"cf_min": 4.0, "cf_max": 300.0, "window": 2, "eps": 0.01}),
-    # The gain at cf_min cannot reach eps = 1: dense after the first window, over three steps.
+    "adaptive": Course({"min_cf": 4.0, "max_cf": 300.0, "window": 2, "eps": 0.01}),
+    # The gain at min_cf cannot reach eps = 1: dense after the first window, over three steps.
     "adaptive_to_dense": Course(
-        {"cf_min": 8.0, "window": 4, "eps": 1.0, "flush_steps": 3, "dense_wait_windows": 9}
+        {"min_cf": 8.0, "window": 4, "eps": 1.0, "flush_steps": 3, "dense_wait_windows": 9}
     ),
     "topk_forgetting": Course(10.0, forget_residuals=True),
     "changing_forgetting": Course(8.0, _CHANGES, forget_residuals=True),

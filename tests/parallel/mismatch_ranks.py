@@ -101,7 +101,7 @@ def _reordered() -> None:
 # What all other ranks do, and what rank 1 does.
 SCENARIOS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "compression": (lambda: _wrap(compression=_topk(10)), lambda: _wrap(compression=_none())),
-    "compression kind": (
+    "compression policy": (
         lambda: _wrap(compression=_topk(10)),
         lambda: _wrap(compression=_adaptive()),
     ),

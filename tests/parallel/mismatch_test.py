@@ -14,10 +14,10 @@ RANKS = "tests.parallel.mismatch_ranks"
 
 # What the message must name: the option or parameter, the value of rank 0, that of rank 1.
 NAMED = {
-    "compression": ("compression", "'TopK', 'cf': 10.0", "'NoneCompressor'"),
-    "compression kind": ("compression.kind", "'TopK'", "'Adaptive'"),
+    "compression": ("compression", "'policy': 'fixed', 'min_cf': 10.0", "'NoneCompressor'"),
+    "compression policy": ("compression.policy", "'fixed'", "'gravac'"),
     "horovod compression": ("compression", "'NoneCompressor'", "'FP16Compressor'"),
-    "cf": ("compression.cf", "10.0", "100.0"),
+    "cf": ("compression.min_cf", "10.0", "100.0"),
     "eps": ("compression.eps", "0.75", "0.4"),
     "flush_steps": ("compression.flush_steps", "10", "20"),
     "bucket_bytes": ("bucket_bytes", "8388608", "4096"),

@@ -1171,7 +1171,7 @@ def decisions_are_shared() -> None:
     optimizer = wrap(
         model,
         sgd(model),
-        compression=het.Compression.adaptive(window=2, cf_min=2, cf_max=16, eps=0.3),
+        compression=het.Compression.adaptive(window=2, min_cf=2, max_cf=16, eps=0.3),
     )
     used = []
     for step in range(16):

@@ -18,9 +18,11 @@ from hvd_hetero.testing.threads import Fault, ThreadCollectives, ThreadWorld
 SHAPES = ((3,), (40, 5), (7,), (), (64,))
 
 
-def build(collectives: Collectives, **options: Any) -> GradientExchanger:
+def build(
+    collectives: Collectives, *, dtype: torch.dtype = torch.float64, **options: Any
+) -> GradientExchanger:
     parameters = [
-        (f"layer{index}", torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        (f"layer{index}", torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
         for index, shape in enumerate(SHAPES)
     ]
     defaults: dict[str, Any] = {
@@ -41,9 +43,13 @@ def gradient(rank: int, step: int, parameter: torch.nn.Parameter, index: int) ->
     return torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
+def weighted(exchanger: GradientExchanger, weight: float) -> PassWeight:
+    return PassWeight(weight, in_place=weight * exchanger._collectives.size)
+
+
 def backward(exchanger: GradientExchanger, rank: int, step: int, weight: float) -> torch.Tensor:
     """One pass; returns this rank's weighted gradient, flat over all buckets."""
-    exchanger.begin_pass(PassWeight(weight))
+    exchanger.begin_pass(weighted(exchanger, weight))
     flat = []
     for index, parameter in enumerate(parameters_of(exchanger)):
         parameter.grad = gradient(rank, step, parameter, index)
@@ -63,24 +69,38 @@ def residual(exchanger: GradientExchanger) -> torch.Tensor:
     return torch.cat([bucket.feedback.residual for bucket in exchanger.buckets])
 
 
-@settings(max_examples=20, deadline=None)
+FACTORS = st.sampled_from([None, 1.0, 3.0, 20.0, 1e6])
+STRATEGIES = st.sampled_from(["allgather", "shared-index"])
+
+
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(2, 4),
-    st.lists(st.sampled_from([None, 1.0, 3.0, 20.0, 1e6]), min_size=2, max_size=8),
+    st.lists(st.tuples(FACTORS, STRATEGIES), min_size=2, max_size=8),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from(["float16", "float32"]),
     st.randoms(use_true_random=False),
 )
 def test_applied_plus_residuals_is_the_weighted_gradient(
-    ranks: int, factors: list[float | None], random: Any
+    ranks: int,
+    factors: list[tuple[float | None, str]],
+    dtype: torch.dtype,
+    values_as: str,
+    random: Any,
 ) -> None:
-    """S26: at every step, while CF and weights change, with dense steps and thrown away steps."""
+    """S26: at every step, while CF, exchange and weights change, with dense and flushing steps,
+    rounded values and thrown away steps."""
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     weights = [[random.random() for _ in range(ranks)] for _ in factors]
     thrown_away = [random.random() < 0.2 for _ in factors]
 
     def work(collectives: ThreadCollectives) -> list[tuple[torch.Tensor, ...]]:
-        exchanger = build(collectives)
+        exchanger = build(collectives, dtype=dtype, values_as=values_as)
         history = []
-        for step, cf in enumerate(factors):
-            exchanger.set_mode(SparsityMode(cf), flush_steps=3)
+        for step, (cf, strategy) in enumerate(factors):
+            exchanger.set_mode(SparsityMode(cf, strategy), flush_steps=3)
+            if step % 5 == 4:
+                exchanger.flush(2)
             own = backward(exchanger, collectives.rank, step, weights[step][collectives.rank])
             exchanger.synchronize()
             if thrown_away[step]:
@@ -102,7 +122,9 @@ def test_applied_plus_residuals_is_the_weighted_gradient(
         for history in histories[1:]:
             assert torch.equal(history[step][1], histories[0][step][1]), "replicas differ"
         left = sum(history[step][2] for history in histories)
-        torch.testing.assert_close(applied_sum + left, true_sum, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            applied_sum + left, true_sum, rtol=tolerance, atol=tolerance, check_dtype=False
+        )
 
 
 def test_without_feedback_the_sum_is_wrong() -> None:
@@ -154,6 +176,7 @@ def test_buckets_launch_in_order_during_backward() -> None:
 
     def work(collectives: ThreadCollectives) -> int:
         exchanger = build(collectives, bucket_bytes=64)
+        exchanger.set_mode(SparsityMode(1.0), flush_steps=1)
         assert len(exchanger.buckets) > 2
         members = parameters_of(exchanger)
         exchanger.begin_pass(PassWeight(1.0))
@@ -203,7 +226,7 @@ def test_a_late_rank_is_waited_for() -> None:
         return applied(exchanger)
 
     on_time = ThreadWorld(3).run(work)
-    late = ThreadWorld(3, [Fault(rank=1, name="bucket 0", delay_seconds=0.3)]).run(work)
+    late = ThreadWorld(3, [Fault(rank=1, name="layer0", delay_seconds=0.3)]).run(work)
     assert torch.equal(on_time[0], late[2])
 
 
@@ -228,6 +251,7 @@ def test_a_failed_collective_is_an_error_on_all_ranks() -> None:
 
     def work(collectives: ThreadCollectives) -> str:
         exchanger = build(collectives)
+        exchanger.set_mode(SparsityMode(2.0), flush_steps=1)
         backward(exchanger, collectives.rank, 0, 1.0)
         with pytest.raises(ExchangeFailedError) as raised:
             exchanger.synchronize()
@@ -242,7 +266,7 @@ def test_missing_gradients_count_as_zero() -> None:
 
     def work(collectives: ThreadCollectives) -> list[torch.Tensor]:
         exchanger = build(collectives)
-        exchanger.begin_pass(PassWeight(0.5))
+        exchanger.begin_pass(weighted(exchanger, 0.5))
         for index, parameter in enumerate(parameters_of(exchanger)):
             if index % 2 == collectives.rank:
                 parameter.grad = torch.full_like(parameter, 4.0)
@@ -303,3 +327,99 @@ def test_a_gradient_changed_before_its_exchange_is_refused() -> None:
             parameter.grad = parameter.grad.clone() if change == "replace" else None
         with pytest.raises(UnsupportedError, match=r"synchronize\(\)"):
             exchanger.synchronize()
+
+
+def test_dense_gradients_stay_where_they_lie() -> None:
+    """Without compression nothing is copied, and equal weights are not even multiplied."""
+
+    def work(collectives: ThreadCollectives) -> list[bool]:
+        same = []
+        for weight in (1.0 / collectives.size, 0.1 + collectives.rank):
+            exchanger = build(collectives)
+            backward(exchanger, collectives.rank, 0, weight)
+            assert exchanger.where_it_lies
+            before = [p.grad for p in parameters_of(exchanger)]
+            exchanger.synchronize()
+            after = [p.grad for p in parameters_of(exchanger)]
+            same += [a is b for a, b in zip(before, after, strict=True)]
+            weights = [1.0 / collectives.size] * collectives.size
+            if weight != weights[0]:
+                weights = [0.1 + rank for rank in range(collectives.size)]
+            for index, parameter in enumerate(parameters_of(exchanger)):
+                expected = sum(
+                    (w * gradient(rank, 0, parameter, index) for rank, w in enumerate(weights)),
+                    torch.zeros(()),
+                )
+                torch.testing.assert_close(parameter.grad, expected)
+            exchanger.commit()
+        return same
+
+    assert all(all(same) for same in ThreadWorld(3).run(work))
+
+
+def test_after_a_flush_gradients_stay_where_they_lie_again() -> None:
+    """Do no harm: once the residual is sent, dense steps are as cheap as Horovod's own."""
+
+    def work(collectives: ThreadCollectives) -> list[bool]:
+        exchanger = build(collectives)
+        seen = []
+        for step, cf in enumerate([10.0, 10.0, None, None, None, None]):
+            exchanger.set_mode(SparsityMode(cf), flush_steps=2)
+            backward(exchanger, collectives.rank, step, 0.5)
+            seen.append(exchanger.where_it_lies)
+            exchanger.synchronize()
+            exchanger.commit()
+        return seen
+
+    assert ThreadWorld(2).run(work)[0] == [False, False, False, False, True, True]
+
+
+@pytest.mark.parametrize("strategy", ["allgather", "shared-index"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_non_finite_gradient_is_everybodys_and_stays_nowhere(strategy: str, bad: float) -> None:
+    """All ranks see NaN in that step and keep their residuals; the next step is as if it had not
+    been."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        exchanger = build(collectives, dtype=torch.float32)
+        exchanger.set_mode(SparsityMode(5.0, strategy), flush_steps=1)
+        for step in range(3):
+            backward(exchanger, collectives.rank, step, 0.5)
+            exchanger.synchronize()
+            exchanger.commit()
+        before = residual(exchanger)
+        exchanger.begin_pass(weighted(exchanger, 0.5))
+        for index, parameter in enumerate(parameters_of(exchanger)):
+            parameter.grad = gradient(collectives.rank, 9, parameter, index)
+            if collectives.rank == 1 and index == 1:
+                parameter.grad.view(-1)[-1] = bad
+            exchanger.add(parameter)
+            exchanger.mark_ready(parameter)
+        exchanger.synchronize()
+        assert not applied(exchanger).isfinite().all()
+        exchanger.commit()
+        assert exchanger.nonfinite_steps == 1
+        assert torch.equal(residual(exchanger), before)
+        assert residual(exchanger).isfinite().all()
+        backward(exchanger, collectives.rank, 10, 0.5)
+        exchanger.synchronize()
+        assert applied(exchanger).isfinite().all()
+
+    ThreadWorld(3).run(work)
+
+
+def test_entries_decide_how_much_each_bucket_sends() -> None:
+    """k of every bucket is what was agreed, not what its own size says."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        exchanger = build(collectives, bucket_bytes=64)
+        many = [min(bucket.elements, 3 * bucket.index + 1) for bucket in exchanger.buckets]
+        exchanger.set_mode(SparsityMode(2.0, "allgather", tuple(many)), flush_steps=1)
+        backward(exchanger, collectives.rank, 0, 0.5)
+        exchanger.synchronize()
+        exchanger.commit()
+        for bucket, k in zip(exchanger.buckets, many, strict=True):
+            left = int((bucket.feedback.residual != 0).sum())
+            assert left in (0, bucket.elements - k)  # 0 where dense sends fewer bytes
+
+    ThreadWorld(2).run(work)

@@ -21,11 +21,11 @@ from hvd_hetero.compression.controller import (
     resume,
     start,
 )
-from hvd_hetero.compression.gain import Energies
+from hvd_hetero.compression.gain import Curves
 from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.errors import ConfigurationError
 
-SPEC = Adaptive(cf_min=10, cf_max=80, eps=0.75, omega=0.05, dense_wait_windows=4, dense_margin=0.1)
+SPEC = Adaptive(min_cf=10, max_cf=80, eps=0.75, omega=0.05, dense_wait_windows=4, dense_margin=0.1)
 AT_20 = ControllerState(
     rung=1,
     ceiling=3,
@@ -40,23 +40,32 @@ AT_20 = ControllerState(
 DENSE = replace(AT_20, rung=None, throughput_below=None, dense_windows_left=1, dense_wait_windows=8)
 
 
+def _curves(
+    gains: Mapping[float, float], raw: float = 8.0, total: float = 1000.0, measurements: int = 10
+) -> Curves:
+    momentary = {cf: 0.0 for cf in SPEC.ladder()} | {float(cf): x for cf, x in gains.items()}
+    cfs = tuple(sorted(momentary))
+    # The search goes by the gains of the moment, never by those of the steady state.
+    steady = {cf: 0.5 for cf in cfs}
+    return Curves(
+        cfs, steady, momentary, steady, 0.5, raw, total, measurements, {cf: (1.0,) for cf in cfs}
+    )
+
+
 def _seen(
     gains: Mapping[float, float],
     *,
     raw: float = 8.0,
     step_seconds: float = 0.5,
     samples: float = 100.0,
-    measurements: int = 10,
 ) -> Observation:
-    kept = {float(cf): 1000.0 * gain for cf, gain in gains.items()}
-    energies = Energies(1000.0, raw * measurements, kept, measurements)
-    return Observation(energies, step_seconds, samples)
+    return Observation(_curves(gains, raw), step_seconds, samples)
 
 
 def test_start() -> None:
     state, decision = start(SPEC)
     assert state == ControllerState(0, 3, True, None, None, 0, 4, 0, 0)
-    assert decision == Decision(10.0, (10.0, 20.0), "search starts at cf_min 10", False)
+    assert decision == Decision(10.0, True, "search starts at min_cf 10", False)
 
 
 def test_raise() -> None:
@@ -65,7 +74,7 @@ def test_raise() -> None:
     assert state == replace(AT_20, rung=2, throughput_below=180.0, windows_compressed=2, windows=6)
     assert decision == Decision(
         40.0,
-        (10.0, 20.0, 40.0, 80.0),
+        True,
         "raised from cf 20: cf 40 gain 0.8000 >= eps 0.7500",
         True,
     )
@@ -76,7 +85,7 @@ def test_candidate_fails() -> None:
     assert state == replace(AT_20, throughput_below=None, windows_compressed=2, windows=6)
     assert decision == Decision(
         20.0,
-        (10.0, 20.0, 40.0),
+        True,
         "kept: cf 20 gain 0.9000 >= eps 0.7500, cf 40 gain 0.7000 < eps 0.7500",
         False,
     )
@@ -95,7 +104,7 @@ def test_throughput_no_longer_rises() -> None:
     )
     assert decision == Decision(
         20.0,
-        (10.0, 20.0),
+        True,
         "search ends at cf 20: throughput 104.4 against 100 one rung below, "
         "+4.4% is within omega 5.0%",
         False,
@@ -123,7 +132,7 @@ def test_current_fails_and_becomes_a_ceiling() -> None:
     )
     assert decision == Decision(
         20.0,
-        (10.0, 20.0),
+        True,
         "lowered to cf 20, gain 0.8000 >= eps 0.7500: cf 40 gain 0.7000 < eps 0.7500",
         True,
     )
@@ -132,7 +141,7 @@ def test_current_fails_and_becomes_a_ceiling() -> None:
     assert "its ceiling is reached" in decision.reason
 
 
-def test_cf_min_when_only_that_passes() -> None:
+def test_min_cf_when_only_that_passes() -> None:
     at_40 = replace(AT_20, rung=2)
     state, decision = advance(SPEC, at_40, _seen({10: 0.8, 20: 0.7, 40: 0.6, 80: 0.5}))
     assert (state.rung, state.ceiling, decision.cf) == (0, 1, 10.0)
@@ -152,11 +161,11 @@ def test_dense_when_none_passes() -> None:
         windows=6,
     )
     assert decision == Decision(
-        None, (), "dense for at least 4 windows: even cf_min 10 gain 0.7000 < eps 0.7500", True
+        None, False, "dense for at least 4 windows: even min_cf 10 gain 0.7000 < eps 0.7500", True
     )
 
 
-def test_a_failure_of_cf_min_is_no_ceiling() -> None:
+def test_a_failure_of_min_cf_is_no_ceiling() -> None:
     """After the return from dense the search may climb again."""
     state, decision = advance(SPEC, replace(AT_20, rung=0), _seen({10: 0.7, 20: 0.6}))
     assert (state.rung, state.ceiling, decision.cf) == (None, 3, None)
@@ -167,15 +176,16 @@ def test_a_failure_of_cf_min_is_no_ceiling() -> None:
 
 @pytest.mark.parametrize("wait", [1, 2, 5])
 def test_dense_lasts_exactly_the_windows_asked_for(wait: int) -> None:
-    """S28: no off-by-one; the gain of cf_min is measured only in the last of them."""
+    """S28: no off-by-one; the gain of min_cf is measured only in the last of them."""
     spec = replace(SPEC, dense_wait_windows=wait)
     state, _ = start(spec)
     state, decision = advance(spec, state, _seen({10: 0.5, 20: 0.4}))
     measured = []
     while decision.cf is None:
-        measured.append(decision.candidates)
-        state, decision = advance(spec, state, _seen({cf: 1.0 for cf in decision.candidates}))
-    assert measured == [()] * (wait - 1) + [(10.0,)]
+        measured.append(decision.measure)
+        seen = _seen({10: 1.0}) if decision.measure else Observation(None, 0.5, 100.0)
+        state, decision = advance(spec, state, seen)
+    assert measured == [False] * (wait - 1) + [True]
     assert decision.cf == 10.0
 
 
@@ -185,16 +195,16 @@ def test_back_from_dense_only_with_a_margin() -> None:
     assert state == replace(DENSE, dense_windows_left=8, dense_wait_windows=16, windows=6)
     assert decision == Decision(
         None,
-        (),
-        "dense: at cf_min 10 gain 0.8000 < eps + margin 0.8250, next look in 8 windows",
+        False,
+        "dense: at min_cf 10 gain 0.8000 < eps + margin 0.8250, next look in 8 windows",
         False,
     )
     state, decision = advance(SPEC, DENSE, _seen({10: 0.83}))
     assert state == replace(DENSE, rung=0, dense_windows_left=0, windows_compressed=0, windows=6)
     assert decision == Decision(
         10.0,
-        (10.0, 20.0),
-        "back from dense to cf_min 10: gain 0.8300 >= eps + margin 0.8250",
+        True,
+        "back from dense to min_cf 10: gain 0.8300 >= eps + margin 0.8250",
         True,
     )
 
@@ -228,9 +238,9 @@ def test_critical_period_restarts_the_search_and_lifts_ceilings() -> None:
     )
     assert decision == Decision(
         10.0,
-        (10.0, 20.0),
+        True,
         "critical period (gradient norm 2.83 -> 1.41, -50%): "
-        "search restarts at cf_min 10, gain 0.9000 >= eps 0.7500",
+        "search restarts at min_cf 10, gain 0.9000 >= eps 0.7500",
         True,
     )
 
@@ -247,9 +257,8 @@ def test_a_fall_of_the_gain_alone_is_not_critical() -> None:
     assert state.rung == 1 and "critical" not in decision.reason
 
 
-def test_raw_energy_is_compared_per_measurement_and_smoothed() -> None:
-    seen = _seen({10: 0.9, 20: 0.8, 40: 0.5}, raw=10.0, measurements=40)
-    state, decision = advance(SPEC, AT_20, seen)
+def test_raw_energy_is_smoothed() -> None:
+    state, decision = advance(SPEC, AT_20, _seen({10: 0.9, 20: 0.8, 40: 0.5}, raw=10.0))
     assert "critical" not in decision.reason
     assert state.raw_energy == 9.0
 
@@ -267,14 +276,15 @@ def test_critical_period_while_dense_shortens_the_wait_but_does_not_end_it() -> 
 @pytest.mark.parametrize(
     ("observation", "why"),
     [
-        (Observation(Energies(0.0, 0.0, {10.0: 0.0, 20.0: 0.0}, 4), 0.5, 100.0), "no gradient"),
-        (Observation(Energies(1.0, 0.0, {10.0: 1.0}, 4), 0.5, 100.0), "raw 0"),
-        (Observation(Energies.zero(), 0.5, 100.0), "0 measurements"),
-        (Observation(Energies(math.nan, 1.0, {10.0: 1.0}), 0.5, 100.0), "total nan"),
-        (Observation(Energies(1.0, math.inf, {10.0: 1.0}), 0.5, 100.0), "raw inf"),
-        (Observation(Energies(1.0, 1.0, {10.0: 1.0}), 0.0, 100.0), "0 seconds"),
-        (Observation(Energies(1.0, 1.0, {10.0: 1.0}), math.nan, 100.0), "nan seconds"),
-        (Observation(Energies(1.0, 1.0, {10.0: 1.0}), 1.0, 0.0), "0 samples"),
+        (Observation(_curves({}, 0.0, 0.0), 0.5, 100.0), "no gradient"),
+        (Observation(_curves({10: 1.0}, 0.0, 1.0), 0.5, 100.0), "gradients 0"),
+        (Observation(_curves({}, 0.0, 0.0, 0), 0.5, 100.0), "0 measurements"),
+        (Observation(_curves({10: 1.0}, 1.0, math.nan), 0.5, 100.0), "(nan"),
+        (Observation(_curves({10: 1.0}, math.inf), 0.5, 100.0), "gradients inf"),
+        (Observation(_curves({10: math.nan}), 0.5, 100.0), "not finite"),
+        (Observation(_curves({10: 1.0}), 0.0, 100.0), "0 seconds"),
+        (Observation(_curves({10: 1.0}), math.nan, 100.0), "nan seconds"),
+        (Observation(_curves({10: 1.0}), 1.0, 0.0), "0 samples"),
     ],
 )
 def test_a_window_that_says_nothing_changes_nothing(
@@ -283,34 +293,46 @@ def test_a_window_that_says_nothing_changes_nothing(
     after, decision = advance(SPEC, state, observation)
     assert after == replace(state, windows=6)
     expected = resume(SPEC, state)
-    assert (decision.cf, decision.candidates) == (expected.cf, expected.candidates)
+    assert (decision.cf, decision.measure) == (expected.cf, expected.measure)
     assert not decision.changed and decision.reason.startswith("kept: ") and why in decision.reason
 
 
-def test_an_energy_that_was_asked_for_must_be_there() -> None:
-    with pytest.raises(ConfigurationError, match="cf=40 was not measured"):
-        advance(SPEC, AT_20, _seen({10: 0.9, 20: 0.8}))
+def test_a_window_without_samples_only_shortens_the_wait() -> None:
+    nothing = Observation(None, 0.5, 100.0)
+    state, decision = advance(SPEC, AT_20, nothing)
+    assert state == replace(AT_20, windows=6)
+    assert decision == Decision(20.0, True, "kept: no samples were taken", False)
+    state, decision = advance(SPEC, replace(DENSE, dense_windows_left=2), nothing)
+    assert state == replace(DENSE, dense_windows_left=1, windows=6)
+    assert decision == Decision(None, True, "dense: 1 windows of waiting left", False)
+    state, _ = advance(SPEC, state, nothing)
+    assert state.dense_windows_left == 1
+
+
+def test_curves_of_other_factors_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"cf 160 .*not measured"):
+        advance(replace(SPEC, max_cf=160.0), AT_20, _seen({10: 0.9, 20: 0.8}))
 
 
 def test_a_state_of_other_options_is_refused() -> None:
     for call in (resume, lambda s, x: advance(s, x, _seen({10: 1.0}))):
         with pytest.raises(ConfigurationError, match="ladder of 1 factors"):
-            call(replace(SPEC, cf_max=10.0), AT_20)
+            call(replace(SPEC, max_cf=10.0), AT_20)
 
 
 def test_ladders() -> None:
-    assert Adaptive(cf_max=100).ladder() == (10.0, 20.0, 40.0, 80.0, 100.0)
-    assert Adaptive(cf_max=80).ladder() == (10.0, 20.0, 40.0, 80.0)
-    exponential = Adaptive(cf_max=10000, scaling="exponential")
+    assert Adaptive(max_cf=100).ladder() == (10.0, 20.0, 40.0, 80.0, 100.0)
+    assert Adaptive(max_cf=80).ladder() == (10.0, 20.0, 40.0, 80.0)
+    exponential = Adaptive(max_cf=10000, scaling="exponential")
     assert exponential.ladder() == (10.0, 20.0, 80.0, 1280.0, 10000.0)
-    assert Adaptive(cf_min=1, cf_max=1).ladder() == (1.0,)
-    assert Adaptive(cf_min=1, cf_max=1e300, scaling="exponential").ladder()[-1] == 1e300
+    assert Adaptive(min_cf=1, max_cf=1).ladder() == (1.0,)
+    assert Adaptive(min_cf=1, max_cf=1e300, scaling="exponential").ladder()[-1] == 1e300
 
 
 _SPECS = st.builds(
     lambda low, high, eps, scaling, factor, wait: Adaptive(
-        cf_min=low,
-        cf_max=low * high,
+        min_cf=low,
+        max_cf=low * high,
         eps=eps,
         scaling=scaling,
         scaling_factor=factor,
@@ -335,9 +357,10 @@ def _run(
     state, decision = start(spec)
     decisions = [decision]
     for _ in range(windows):
-        seen = _seen(
-            {cf: gain(cf, decision) for cf in decision.candidates},
-            step_seconds=step_seconds(decision.cf),
+        seen = Observation(
+            _curves({cf: gain(cf, decision) for cf in spec.ladder()}) if decision.measure else None,
+            step_seconds(decision.cf),
+            100.0,
         )
         state, decision = advance(spec, state, seen)
         decisions.append(decision)
@@ -352,13 +375,11 @@ def test_whatever_is_seen_the_factor_stays_in_bounds(spec: Adaptive, data: st.Da
     )
     state, decision = start(spec)
     for window in range(25):
-        assert decision.cf is None or spec.cf_min <= decision.cf <= spec.cf_max
-        assert decision.cf is None or decision.cf in decision.candidates
-        assert set(decision.candidates) <= set(spec.ladder())
-        assert list(decision.candidates) == sorted(decision.candidates)
+        assert decision.cf is None or spec.min_cf <= decision.cf <= spec.max_cf
+        assert decision.cf is None or (decision.cf in spec.ladder() and decision.measure)
         assert any(character.isdigit() for character in decision.reason)
-        assert resume(spec, state).candidates == decision.candidates
-        gains = {cf: data.draw(number) for cf in decision.candidates}
+        assert resume(spec, state).measure == decision.measure
+        gains = {cf: data.draw(number) for cf in spec.ladder()}
         seen = _seen(gains, raw=data.draw(number) * 10, step_seconds=data.draw(number))
         restored = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
         assert restored == state
@@ -372,7 +393,7 @@ def test_whatever_is_seen_the_factor_stays_in_bounds(spec: Adaptive, data: st.Da
 @given(_SPECS, st.floats(0.001, 3.0))
 @settings(deadline=None, max_examples=120)
 def test_settles_on_the_largest_factor_that_passes(spec: Adaptive, fall: float) -> None:
-    """With throughput rising all the way, only eps and cf_max limit the factor."""
+    """With throughput rising all the way, only eps and max_cf limit the factor."""
     ladder = spec.ladder()
 
     def gain(cf: float, decision: Decision) -> float:
@@ -390,7 +411,7 @@ def test_settles_on_the_largest_factor_that_passes(spec: Adaptive, fall: float) 
 
 @pytest.mark.parametrize("scaling", ["geometric", "exponential"])
 def test_both_scalings_climb_rung_by_rung(scaling: str) -> None:
-    spec = Adaptive(cf_min=10, cf_max=1000, scaling=scaling)
+    spec = Adaptive(min_cf=10, max_cf=1000, scaling=scaling)
     ladder = spec.ladder()
     decisions = _run(spec, len(ladder), lambda cf, _: 0.9, lambda cf: 1.0 / (cf or 1.0))
     assert tuple(decision.cf for decision in decisions) == (*ladder, ladder[-1])
@@ -404,7 +425,7 @@ def test_does_not_flip_between_dense_and_compressed(
     """The gain looks better after dense than it is under compression: the trap of section 4."""
 
     def gain(cf: float, decision: Decision) -> float:
-        true = float(at_min * (cf / spec.cf_min) ** (-fall))
+        true = float(at_min * (cf / spec.min_cf) ** (-fall))
         return min(1.0, true * flattery) if decision.cf is None else true
 
     decisions = _run(spec, 300, gain, lambda cf: 1.0 / (cf or 1.0))
@@ -429,24 +450,23 @@ def test_a_gain_that_sinks_after_the_raise_settles_below() -> None:
 
 
 def test_everything_must_be_sent() -> None:
-    """eps = 1 with cf_min = 1 keeps sending all; with cf_min = 10 it ends dense."""
-    exact = Adaptive(cf_min=1, cf_max=100, eps=1.0)
+    """eps = 1 with min_cf = 1 keeps sending all; with min_cf = 10 it ends dense."""
+    exact = Adaptive(min_cf=1, max_cf=100, eps=1.0)
     decisions = _run(exact, 10, lambda cf, _: 1.0 if cf == 1 else 0.99, lambda cf: 1.0)
     assert {decision.cf for decision in decisions} == {1.0}
-    lossy = Adaptive(cf_min=10, cf_max=100, eps=1.0)
+    lossy = Adaptive(min_cf=10, max_cf=100, eps=1.0)
     decisions = _run(lossy, 50, lambda cf, _: 0.99, lambda cf: 1.0)
     assert {decision.cf for decision in decisions[1:]} == {None}
 
 
 def test_one_factor_only() -> None:
-    spec = Adaptive(cf_min=10, cf_max=10)
+    spec = Adaptive(min_cf=10, max_cf=10)
     decisions = _run(spec, 10, lambda cf, _: 0.9, lambda cf: 1.0)
-    assert {(decision.cf, decision.candidates) for decision in decisions} == {(10.0, (10.0,))}
+    assert {(decision.cf, decision.measure) for decision in decisions} == {(10.0, True)}
 
 
 def test_rounding_of_sums_does_not_fail_an_exact_gain() -> None:
     """Kept and total are summed over ranks apart; a last bit must not count as loss."""
-    spec = Adaptive(cf_min=1, cf_max=1, eps=1.0)
-    energies = Energies(1.0, 1.0, {1.0: 1.0 - 1e-15})
-    _, decision = advance(spec, start(spec)[0], Observation(energies, 1.0, 1.0))
+    spec = Adaptive(min_cf=1, max_cf=1, eps=1.0)
+    _, decision = advance(spec, start(spec)[0], _seen({1: 1.0 - 1e-15}))
     assert decision.cf == 1.0

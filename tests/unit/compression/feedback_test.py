@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvd_hetero.compression.feedback import ErrorFeedback
-from hvd_hetero.compression.topk import k_for, select
+from hvd_hetero.compression.topk import k_for
+from hvd_hetero.compression.wire import pack
 from hvd_hetero.errors import ConfigurationError, HeteroError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -17,14 +18,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 def _sparse_step(feedback: ErrorFeedback, gradient: Tensor, k: int) -> Tensor:
     """Do one step and return what was applied."""
-    feedback.work.add_(gradient)
-    compensated = feedback.compensate()
-    indices = select(compensated, k)
-    applied = torch.zeros_like(compensated)
-    applied[indices] = compensated[indices]
-    feedback.sent(indices)
+    feedback.work.copy_(gradient)
+    sparse = feedback.select(k)
+    applied = sparse.to_dense()
+    feedback.sent(sparse.indices)
     feedback.commit()
     return applied
+
+
+def _topk(values: Tensor, k: int) -> Tensor:
+    return torch.topk(values.abs(), k).indices.sort().values
 
 
 class _Ledger:
@@ -41,7 +44,7 @@ class _Ledger:
 
 
 _STEP = st.tuples(
-    st.sampled_from(["sparse", "dense", "fraction", "partial", "drop"]),
+    st.sampled_from(["fused", "rounded", "sparse", "dense", "fraction", "partial", "drop"]),
     st.floats(0.0, 1.0),  # share of entries, or fraction of the residual
     st.booleans(),  # freeze a segment
 )
@@ -67,30 +70,85 @@ def test_applied_plus_residual_is_the_sum_of_the_gradients(
         if freeze:
             gradient[frozen] = 0.0
         before = feedback.residual.clone()
-        feedback.work.add_(gradient)
-        if kind in ("fraction", "partial"):
+        feedback.work.fill_(1e30)  # what lies there is of no account
+        feedback.work.copy_(gradient)
+        if freeze:
+            feedback.work[frozen] = 1e30
+        k = max(1, round(share * elements))
+        indices, received = None, None
+        if kind in ("fused", "rounded"):
+            sparse = feedback.select(k, keep)
+            compensated, indices = feedback.work, sparse.indices
+            assert torch.equal(sparse.values, compensated[indices])
+            if kind == "rounded":
+                received = pack(sparse, "float16").sent
+        elif kind in ("fraction", "partial"):
             compensated = feedback.compensate_fraction(share, keep)
         else:
             compensated = feedback.compensate(keep)
         assert not compensated[frozen].any() or not freeze
-        indices = None
         if kind in ("sparse", "partial", "drop"):
-            indices = select(compensated, max(1, round(share * elements)))
-        feedback.sent(indices)
+            indices = _topk(compensated, k)
+        feedback.sent(indices, received)
         if kind == "drop":
             feedback.drop()
             assert torch.equal(feedback.residual, before)
         else:
             ledger.true += gradient.double()
             sent = torch.arange(elements) if indices is None else indices
-            ledger.applied[sent] += compensated[sent].double()
+            values = compensated[sent] if received is None else received
+            ledger.applied[sent] += values.double()
             feedback.commit()
             if freeze:
                 assert torch.equal(feedback.residual[frozen], before[frozen])
         ledger.largest = max(ledger.largest, ledger.true.abs().max().item())
         ledger.check(feedback, TOLERANCE[dtype])
-        assert not feedback.work.any()
         assert not feedback.is_empty or not feedback.residual.any()
+
+
+def test_fused_selection_is_compensation_and_selection() -> None:
+    """Bit for bit: the same work, entries and residual, over several blocks and steps."""
+    generator = torch.Generator().manual_seed(5)
+    elements = 150_000
+    fused, apart = (ErrorFeedback(elements, torch.float32) for _ in range(2))
+    for _ in range(4):
+        gradient = torch.randn(elements, generator=generator)
+        fused.work.copy_(gradient)
+        apart.work.copy_(gradient)
+        sparse = fused.select(1500)
+        compensated = apart.compensate()
+        assert torch.equal(fused.work, compensated)
+        assert torch.equal(sparse.indices, _topk(compensated, 1500))
+        for feedback in (fused, apart):
+            feedback.sent(sparse.indices.clone() if feedback is apart else sparse.indices)
+            feedback.commit()
+        assert torch.equal(fused.residual, apart.residual)
+
+
+@pytest.mark.parametrize("own_indices", [True, False])
+def test_rounding_on_the_wire_stays_in_the_residual_exactly(own_indices: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    feedback = ErrorFeedback(1000, torch.float32)
+    feedback.work.copy_(torch.randn(1000, generator=generator) ** 5)
+    sparse = feedback.select(100)
+    before = feedback.work.clone()
+    received = pack(sparse, "float16").sent
+    assert received is not None and not torch.equal(received, sparse.values)
+    feedback.sent(sparse.indices if own_indices else sparse.indices.clone(), received)
+    feedback.commit()
+    total = feedback.residual.double()
+    total[sparse.indices] += received.double()
+    assert torch.equal(total, before.double())
+
+
+def test_everything_sent_in_rounded_form_leaves_a_residual() -> None:
+    feedback = ErrorFeedback(2, torch.float32)
+    feedback.work.copy_(torch.tensor([1.0, 2.0]))
+    sparse = feedback.select(2)
+    feedback.sent(sparse.indices, torch.tensor([0.75, 2.0]))
+    feedback.commit()
+    assert not feedback.is_empty
+    assert feedback.residual.tolist() == [0.25, 0.0]
 
 
 def _constant_gradients(feedback_on: bool) -> float:
@@ -137,18 +195,18 @@ def test_drop_restores_bit_for_bit_and_forgets_the_gradient() -> None:
     _sparse_step(feedback, torch.tensor([0.1, 0.7, -0.3, 1e-9, 3.0]), 2)
     before = feedback.residual.clone()
     for fraction in (1.0, 0.3):
-        feedback.work.add_(torch.full((5,), 1e8))
+        feedback.work.fill_(1e8)
         feedback.compensate_fraction(fraction)
         feedback.sent(None)
         feedback.drop()
         assert torch.equal(feedback.residual.view(torch.int32), before.view(torch.int32))
-        assert not feedback.work.any() and not feedback.pending
+        assert not feedback.pending
 
 
 def test_a_gradient_that_is_not_finite_leaves_with_the_dropped_step() -> None:
     feedback = ErrorFeedback(3, torch.float32)
     _sparse_step(feedback, torch.tensor([1.0, 2.0, 3.0]), 1)
-    feedback.work.add_(torch.tensor([float("nan"), float("inf"), 0.0]))
+    feedback.work.copy_(torch.tensor([float("nan"), float("inf"), 0.0]))
     feedback.compensate()
     feedback.sent(torch.tensor([0]))
     feedback.drop()
@@ -167,6 +225,7 @@ def test_a_flush_in_equal_parts_empties_the_residual() -> None:
     start = torch.tensor([4.0, -8.0, 12.0, 16.0], dtype=torch.float64)
     feedback.load(start)
     for left in (4, 3, 2, 1):
+        feedback.work.zero_()
         part = feedback.compensate_fraction(1.0 / left).clone()
         feedback.sent(None)
         feedback.commit()
@@ -178,7 +237,7 @@ def test_a_flush_in_equal_parts_empties_the_residual() -> None:
 def test_a_flush_of_nothing_sends_only_the_gradient() -> None:
     feedback = ErrorFeedback(2, torch.float32)
     feedback.load(torch.tensor([5.0, 6.0]))
-    feedback.work.add_(1.0)
+    feedback.work.fill_(1.0)
     assert feedback.compensate_fraction(0.0).tolist() == [1.0, 1.0]
     feedback.sent(None)
     feedback.commit()
@@ -188,7 +247,7 @@ def test_a_flush_of_nothing_sends_only_the_gradient() -> None:
 def test_a_frozen_segment_sends_nothing_and_keeps_its_residual() -> None:
     feedback = ErrorFeedback(4, torch.float32)
     feedback.load(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    feedback.work[2:].add_(10.0)
+    feedback.work[2:].fill_(10.0)
     assert feedback.compensate([slice(0, 2)]).tolist() == [0.0, 0.0, 13.0, 14.0]
     feedback.sent(None)
     feedback.commit()
@@ -203,7 +262,7 @@ def test_half_gradients_keep_a_float32_residual(dtype: torch.dtype) -> None:
     assert feedback.work.dtype == feedback.residual.dtype == torch.float32
     small = torch.tensor([0.0, 2.0**-12], dtype=dtype)
     for _ in range(64):
-        feedback.work.add_(small, alpha=0.5)
+        feedback.work.zero_().add_(small, alpha=0.5)
         feedback.work[0] += 100.0
         feedback.compensate()
         feedback.sent(torch.tensor([0]))
@@ -214,11 +273,10 @@ def test_half_gradients_keep_a_float32_residual(dtype: torch.dtype) -> None:
 def test_without_a_step_commit_and_drop_leave_the_residual_alone() -> None:
     feedback = ErrorFeedback(2, torch.float32)
     feedback.load(torch.tensor([1.0, 2.0]))
-    feedback.work.add_(7.0)
+    feedback.work.fill_(7.0)
     feedback.commit()
     assert feedback.work.tolist() == [7.0, 7.0]
     feedback.drop()
-    assert feedback.work.tolist() == [0.0, 0.0]
     assert feedback.residual.tolist() == [1.0, 2.0]
 
 
@@ -229,16 +287,23 @@ def test_the_order_of_calls_is_checked() -> None:
     feedback.compensate()
     with pytest.raises(HeteroError, match="sent"):
         feedback.commit()
-    with pytest.raises(HeteroError, match="still open"):
-        feedback.compensate()
+    for reopen in (feedback.compensate, lambda: feedback.select(1)):
+        with pytest.raises(HeteroError, match="still open"):
+            reopen()
     with pytest.raises(ConfigurationError, match="int64"):
         feedback.sent(torch.tensor([0], dtype=torch.int32))
+    for indices in (None, torch.tensor([0])):
+        with pytest.raises(ConfigurationError, match="values of shape"):
+            feedback.sent(indices, torch.ones(2))
 
 
 def test_wrong_values_are_refused() -> None:
     feedback = ErrorFeedback(2, torch.float32)
     with pytest.raises(ConfigurationError, match="fraction="):
         feedback.compensate_fraction(1.5)
+    with pytest.raises(ConfigurationError, match="k=-1"):
+        feedback.select(-1)
+    assert not feedback.pending
     with pytest.raises(ConfigurationError, match="residual of shape"):
         feedback.load(torch.zeros(3))
 

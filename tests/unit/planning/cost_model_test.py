@@ -1,11 +1,46 @@
-"""Bytes of an exchange."""
+"""Bytes and seconds of an exchange."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvd_hetero.errors import ConfigurationError
-from hvd_hetero.planning.cost_model import allgather_bytes, dense_bytes
+from hvd_hetero.planning.cost_model import (
+    COLLECTIVES,
+    CostCurve,
+    CostModel,
+    LocalCosts,
+    allgather_bytes,
+    dense_bytes,
+    shared_index_bytes,
+    shared_value_bytes,
+)
+
+SECONDS = st.floats(0.0, 1e3)
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> CostCurve:
+    sizes = draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=8, unique=True).map(sorted))
+    times = draw(st.lists(SECONDS, min_size=len(sizes), max_size=len(sizes)))
+    return CostCurve(tuple(sizes), tuple(times))
+
+
+def ideal(ranks: int, alpha: float, beta: float) -> CostModel:
+    """The formulas themselves, sampled at a few sizes."""
+    sizes = (0, 1000, 10**6)
+    depth = {2: 1, 4: 2, 5: 3, 8: 3, 64: 6, 4096: 12}[ranks]
+    n = ranks
+    return CostModel(
+        n,
+        CostCurve(sizes, tuple(2 * (n - 1) * alpha + 2 * (n - 1) / n * s * beta for s in sizes)),
+        CostCurve(sizes, tuple((n - 1) * (alpha + s * beta) for s in sizes)),
+        CostCurve(sizes, tuple(depth * (alpha + s * beta) for s in sizes)),
+    )
 
 
 def test_formulas() -> None:
@@ -14,6 +49,9 @@ def test_formulas() -> None:
     assert dense_bytes(1, 1000) == 0.0
     assert allgather_bytes(4, 600) == 1800.0
     assert allgather_bytes(1, 600) == 0.0
+    assert shared_index_bytes(4, 200, 100) == 200 + 600
+    assert shared_index_bytes(4, 200, 100, itemsize=8) == 200 + 1200
+    assert shared_index_bytes(1, 200, 100) == 0.0
 
 
 def test_allgather_loses_to_dense_below_n_w_over_8() -> None:
@@ -24,8 +62,116 @@ def test_allgather_loses_to_dense_below_n_w_over_8() -> None:
         assert (allgather_bytes(ranks, packed) < dense_bytes(ranks, elements)) is wins
 
 
+@given(st.integers(2, 5000), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_shared_index_bytes_hardly_grow(ranks: int, index_bytes: int, k: int) -> None:
+    """Never twice those of two ranks, where an allgather's grow with every rank."""
+    two = shared_index_bytes(2, index_bytes, k)
+    assert two <= shared_index_bytes(ranks, index_bytes, k) <= 2 * two
+
+
+def test_bytes_of_shared_values() -> None:
+    """Fixed point for float32 gradients on request, while sums over the ranks fit."""
+    assert shared_value_bytes(8, 4, "float16") == 1.6
+    assert shared_value_bytes(9, 4, "float16") == 2.0
+    assert shared_value_bytes(4096, 4, "float16") == 4.0
+    assert shared_value_bytes(8, 4, "float32") == 4.0
+    assert shared_value_bytes(8, 8, "float16") == 8.0
+
+
+@given(curves(), st.floats(0, 1e10), st.floats(0, 1e10))
+def test_more_bytes_never_take_less_time(curve: CostCurve, a: float, b: float) -> None:
+    low, high = sorted((curve.seconds_for(a), curve.seconds_for(b)))
+    assert curve.seconds_for(min(a, b)) <= curve.seconds_for(max(a, b)) * (1 + 1e-9)
+    assert 0.0 <= low <= high
+
+
+@given(curves())
+def test_goes_through_its_knots(curve: CostCurve) -> None:
+    for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
+        assert curve.seconds_for(size) == pytest.approx(seconds, rel=1e-9, abs=1e-12)
+
+
+def test_between_below_and_beyond_the_knots() -> None:
+    curve = CostCurve((100, 200, 400), (1.0, 2.0, 3.0))
+    assert curve.seconds_for(0) == curve.seconds_for(100) == 1.0
+    assert curve.seconds_for(150) == 1.5
+    assert curve.seconds_for(300) == 2.5
+    assert curve.seconds_for(800) == 5.0  # the last slope goes on
+    assert CostCurve((100,), (1.0,)).seconds_for(10**9) == 1.0
+
+
+def test_a_larger_message_measured_faster_is_noise() -> None:
+    assert CostCurve((1, 2, 3), (2.0, 1.0, 4.0)).seconds == (2.0, 2.0, 4.0)
+
+
+def test_seconds_of_the_strategies() -> None:
+    model = ideal(4, alpha=1e-3, beta=1e-8)
+    assert model.dense_seconds(10**5) == pytest.approx(6e-3 + 6e5 * 1e-8)
+    assert model.dense_seconds(10**5, itemsize=8) == pytest.approx(6e-3 + 12e5 * 1e-8)
+    assert model.allgather_seconds(5000) == pytest.approx(3e-3 + 15000e-8)
+    assert model.shared_index_seconds(2000, 1000) == pytest.approx(
+        2 * (1e-3 + 2000e-8) + 6e-3 + 6000e-8
+    )
+
+
+@pytest.mark.parametrize("measured", [2, 4, 5, 8])
+@pytest.mark.parametrize("wanted", [2, 4, 5, 8, 64, 4096])
+def test_other_ranks_follow_the_formulas(measured: int, wanted: int) -> None:
+    alpha, beta = 2e-4, 4e-8
+    continued = ideal(measured, alpha, beta).at_ranks(wanted)
+    expected = ideal(wanted, alpha, beta)
+    assert continued.ranks == wanted
+    for kind in COLLECTIVES:
+        assert getattr(continued, kind).seconds == pytest.approx(getattr(expected, kind).seconds)
+
+
+def test_one_rank() -> None:
+    assert ideal(4, 1e-3, 1e-8).at_ranks(1).dense_seconds(10**9) == 0.0
+    assert CostModel.free().at_ranks(1) == CostModel.free()
+    with pytest.raises(ConfigurationError, match="one rank says nothing"):
+        CostModel.free().at_ranks(2)
+
+
+def test_scaling_one_collective_leaves_the_others() -> None:
+    model = ideal(4, 1e-3, 1e-8)
+    scaled = model.scaled("broadcast", 3.0)
+    assert scaled.broadcast.seconds == pytest.approx([3 * s for s in model.broadcast.seconds])
+    assert (scaled.allreduce, scaled.allgather) == (model.allreduce, model.allgather)
+    with pytest.raises(ConfigurationError, match="kind='gossip'"):
+        model.scaled("gossip", 1.0)
+    with pytest.raises(ConfigurationError, match="factor"):
+        model.scaled("allreduce", 0.0)
+
+
+@given(st.integers(1, 5000), curves(), curves(), curves())
+def test_saved_model(ranks: int, one: CostCurve, two: CostCurve, three: CostCurve) -> None:
+    model = CostModel(ranks, one, two, three)
+    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+
+
+def test_local_costs() -> None:
+    costs = LocalCosts(1e-9, 1e-8, 2e-8, 3e-10)
+    assert costs.compress_seconds(1000, 10) == pytest.approx(1e-6 + 1e-7)
+    assert costs.decode_seconds(1000, 80) == pytest.approx(3e-7 + 16e-7)
+    assert LocalCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
 def test_malformed() -> None:
     with pytest.raises(ConfigurationError, match="ranks=0"):
         dense_bytes(0, 1)
     with pytest.raises(ConfigurationError, match="packed_bytes=-1"):
         allgather_bytes(2, -1)
+    with pytest.raises(ConfigurationError, match="index_bytes=-1"):
+        shared_index_bytes(2, -1, 5)
+    with pytest.raises(ConfigurationError, match="2 sizes and 1 times"):
+        CostCurve((1, 2), (1.0,))
+    with pytest.raises(ConfigurationError, match="must ascend"):
+        CostCurve((2, 2), (1.0, 1.0))
+    with pytest.raises(ConfigurationError, match=r"seconds=nan"):
+        CostCurve((1,), (float("nan"),))
+    with pytest.raises(ConfigurationError, match="not a saved cost model"):
+        CostModel.from_dict({"ranks": 2})
+    with pytest.raises(ConfigurationError, match="not saved local costs"):
+        LocalCosts.from_dict({})
+    with pytest.raises(ConfigurationError, match="decode_seconds_per_entry=-1"):
+        LocalCosts(0.0, 0.0, -1.0, 0.0)

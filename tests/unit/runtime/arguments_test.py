@@ -86,8 +86,16 @@ def cases(table: dict[str, tuple[Any, ...]]) -> list[Any]:
 
 ADAPTIVE = {
     "policy": ("GraVAC", "accordion", None, 1),
-    "cf_min": ("10", 0.99, 0, -1, NAN, INFINITE, None, True),
-    "cf_max": ("10", 0.5, NAN, INFINITE, None, True),
+    "dense_steps": (*NOT_WHOLE, -1),
+    "values": ("fp16", "float64", None, 16),
+    "exchange": ("dense", "ring", None, 1),
+    "do_no_harm": ("yes", 1, None),
+    "objective": ("loss", None, 1),
+    "kappa": ("1", -0.1, NAN, INFINITE, True),
+    "rho_exponent": ("1", -0.1, NAN, INFINITE, True),
+    "max_rho": ("1", 0, -1, NAN, INFINITE, None),
+    "min_cf": ("10", 0.99, 0, -1, NAN, INFINITE, None, True),
+    "max_cf": ("10", 0.5, NAN, INFINITE, None, True),
     "eps": ("0.5", 0, -0.1, 1.01, NAN, None, True),
     "omega": ("0", -0.1, NAN, INFINITE, None),
     "window": (*NOT_WHOLE, 0, -3),
@@ -114,8 +122,8 @@ def test_adaptive_refuses(option: str, value: Any) -> None:
 
 def test_adaptive_refuses_crossed_limits_and_unknown_options() -> None:
     """Two options that contradict each other, and one that does not exist."""
-    message = refused(lambda: het.Compression.adaptive(cf_min=100, cf_max=10), "cf_max=", 10)
-    assert "cf_min=100" in message
+    message = refused(lambda: het.Compression.adaptive(min_cf=100, max_cf=10), "max_cf=", 10)
+    assert "min_cf=100" in message
     with pytest.raises(TypeError, match="epsilon"):
         het.Compression.adaptive(epsilon=0.5)
 

@@ -40,7 +40,7 @@ WINDOW = WindowRecord(
 CONFIGURATION = ConfigurationRecord(
     versions={"torch": "2.13.0", "horovod": "0.28.1"},
     ranks=2,
-    options={"global_batch_size": 8, "compression": {"cf_min": 10}},
+    options={"global_batch_size": 8, "compression": {"min_cf": 10}},
     buckets=(BucketLayout("float32", "cpu", 30, ("b", "a")),),
 )
 

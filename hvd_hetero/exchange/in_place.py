@@ -1,0 +1,61 @@
+"""Dense exchange of gradients where they lie, as Horovod itself does it."""
+
+from __future__ import annotations
+
+import torch
+
+from hvd_hetero.exchange.collectives import Collectives, Handle
+from hvd_hetero.planning.cost_model import dense_bytes
+
+
+class InPlaceExchange:
+    """Allreduces of the gradients of one bucket's parameters, each started by itself.
+
+    No flat copy is made: where nothing is compressed, nothing may cost more than stock Horovod.
+
+    Args:
+        average: divide the sum by the number of ranks, in Horovod's own way.
+    """
+
+    strategy = "dense"
+    nonfinite = False  # the sums show it
+
+    def __init__(self, collectives: Collectives, *, average: bool) -> None:
+        self._collectives = collectives
+        self._average = average
+        self._handles: list[Handle] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.sent_bytes = 0.0
+
+    def start(self, gradient: torch.Tensor, factor: float, name: str) -> None:
+        """Start the allreduce of ``factor * gradient``, which is overwritten with the result."""
+        message = gradient
+        if gradient.is_sparse:
+            message = gradient.to_dense()
+        if not message.is_contiguous():
+            message = message.contiguous()
+        if factor != 1.0:
+            message.mul_(factor)
+        if message is not gradient:
+            self._copies.append((gradient, message))
+        self.sent_bytes += dense_bytes(
+            self._collectives.size, message.numel(), message.element_size()
+        )
+        self._handles.append(
+            self._collectives.allreduce_async(message, f"{name}.in-place", self._average)
+        )
+
+    def done(self) -> bool:
+        """Return True when ``wait`` would not block."""
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self) -> None:
+        """Wait until every gradient given to ``start`` holds its result."""
+        for handle in self._handles:
+            handle.result()
+        for gradient, message in self._copies:
+            if gradient.is_sparse:
+                aggregated = message.to_sparse(gradient.sparse_dim())
+                gradient.zero_().add_(aggregated)
+            else:
+                gradient.copy_(message)

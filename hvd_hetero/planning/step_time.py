@@ -1,0 +1,176 @@
+"""Seconds of a step under every option, before trying it (Cannikin, arXiv 2402.05302).
+
+    T = max( max_i done_i + compress,  max_i ready_i + T_o ) + T_u + decode
+
+ready_i: seconds of rank i's own work until its first bucket is ready; done_i: until the end of
+backward; T_o: exchange of all buckets but the last; T_u: of the last. Both are without
+compression's own seconds, which come from ``LocalCosts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_hetero.compression.topk import value_dtype
+from hvd_hetero.compression.wire import index_bytes, packed_bytes
+from hvd_hetero.errors import ConfigurationError, check_choice, check_float
+from hvd_hetero.planning.cost_model import (
+    CostModel,
+    LocalCosts,
+    allgather_bytes,
+    dense_bytes,
+    shared_index_bytes,
+    shared_value_bytes,
+)
+
+STRATEGIES = ("dense", "allgather", "shared-index")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A compression factor with the exchange that carries it; ``DENSE`` sends everything.
+
+    Raises:
+        ConfigurationError: a factor without, or with, a dense exchange.
+    """
+
+    cf: float | None
+    strategy: str
+
+    def __post_init__(self) -> None:
+        check_choice("strategy", self.strategy, STRATEGIES)
+        if self.cf is not None:
+            object.__setattr__(self, "cf", check_float("cf", self.cf, minimum=1.0))
+        if (self.cf is None) != (self.strategy == "dense"):
+            raise ConfigurationError(
+                f"cf={self.cf} with strategy={self.strategy!r}: dense has no factor, and every "
+                "other exchange needs one"
+            )
+
+    def __str__(self) -> str:
+        return "dense" if self.cf is None else f"CF {self.cf:g} {self.strategy}"
+
+    def to_list(self) -> list[Any]:
+        """Return JSON-able values; ``Option(*values)`` undoes it."""
+        return [self.cf, self.strategy]
+
+
+DENSE = Option(None, "dense")
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of a rank's own work in a step, without compression's; see the module docstring."""
+
+    ready_seconds: float
+    done_seconds: float
+
+    def __post_init__(self) -> None:
+        check_float("ready_seconds", self.ready_seconds, minimum=0.0)
+        check_float("done_seconds", self.done_seconds, minimum=0.0)
+
+
+def predict_step_seconds(
+    rank_times: Sequence[RankTimes],
+    exchange_seconds: Sequence[float],
+    compress_seconds: float,
+    decode_seconds: float,
+) -> float:
+    """Return T of the module docstring.
+
+    Args:
+        rank_times: one per rank.
+        exchange_seconds: of each bucket, in the order in which they are launched.
+        compress_seconds: a rank's own, of all buckets together.
+        decode_seconds: a rank's own, of all buckets together.
+
+    Raises:
+        ConfigurationError: there are no ranks.
+    """
+    if not rank_times:
+        raise ConfigurationError("rank_times=(): a step needs at least one rank")
+    *early, last = exchange_seconds or (0.0,)
+    done = max(rank.done_seconds for rank in rank_times) + compress_seconds
+    exchanged = max(rank.ready_seconds for rank in rank_times) + sum(early)
+    return max(done, exchanged) + last + decode_seconds
+
+
+def predict_options(
+    ladder: Sequence[float],
+    strategies: Sequence[str],
+    bucket_elements: Sequence[int],
+    ranks: int,
+    ks_by_cf: Mapping[float, Sequence[int]],
+    cost_model: CostModel,
+    local_costs: LocalCosts,
+    values_as: str,
+    rank_times: Sequence[RankTimes],
+    *,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> dict[Option, float]:
+    """Return predicted step seconds of dense and of every factor with every strategy.
+
+    A bucket that would not save bytes goes dense under every option, as the exchange does it.
+
+    Args:
+        ladder: compression factors.
+        strategies: "allgather", "shared-index" or both.
+        bucket_elements: length of each bucket, in the order in which they are launched.
+        ranks: n.
+        ks_by_cf: for each factor, the entries of each bucket (``allocation.allocate``).
+        cost_model: seconds of the collectives.
+        local_costs: of the slowest rank.
+        values_as: as in ``wire.pack``.
+        rank_times: one per rank, in seconds of a step without compression's own work.
+        dtypes: of each bucket's gradients; None: all float32.
+
+    Raises:
+        ConfigurationError: numbers do not fit together.
+    """
+    types = [torch.float32] * len(bucket_elements) if dtypes is None else list(dtypes)
+    buckets = [
+        (elements, value_dtype(dtype).itemsize, dtype)
+        for elements, dtype in zip(bucket_elements, types, strict=True)
+    ]
+    dense = [cost_model.dense_seconds(elements, itemsize) for elements, itemsize, _ in buckets]
+    result = {DENSE: predict_step_seconds(rank_times, dense, 0.0, 0.0)}
+    for cf in ladder:
+        for strategy in strategies:
+            exchange, compress, decode = list(dense), 0.0, 0.0
+            for index, (k, bucket) in enumerate(zip(ks_by_cf[cf], buckets, strict=True)):
+                sparse = _sparse_seconds(strategy, ranks, k, bucket, values_as, cost_model)
+                if sparse is None:
+                    continue
+                elements = bucket[0]
+                exchange[index] = sparse
+                compress += local_costs.compress_seconds(elements, k)
+                entries = ranks * k if strategy == "allgather" else k
+                decode += local_costs.decode_seconds(elements, entries)
+            result[Option(cf, strategy)] = predict_step_seconds(
+                rank_times, exchange, compress, decode
+            )
+    return result
+
+
+def _sparse_seconds(
+    strategy: str,
+    ranks: int,
+    k: int,
+    bucket: tuple[int, int, torch.dtype],
+    values_as: str,
+    cost_model: CostModel,
+) -> float | None:
+    """Return the exchange seconds of a bucket, None where dense takes no more bytes."""
+    elements, itemsize, dtype = bucket
+    if strategy == "allgather":
+        packet = packed_bytes(k, elements, dtype, values_as)
+        sparse_bytes, seconds = allgather_bytes(ranks, packet), cost_model.allgather_seconds(packet)
+    else:
+        indices, width = index_bytes(k, elements), shared_value_bytes(ranks, itemsize, values_as)
+        sparse_bytes = shared_index_bytes(ranks, indices, k, width)
+        seconds = cost_model.shared_index_seconds(indices, k, width)
+    return seconds if sparse_bytes < dense_bytes(ranks, elements, itemsize) else None

@@ -1,0 +1,103 @@
+"""Fixed point that is summed on its way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hvd_hetero.compression.fixed_point import (
+    field_bits,
+    pack_fields,
+    quantize,
+    step_for,
+    unpack_fields,
+    words_for,
+)
+from hvd_hetero.errors import ConfigurationError
+
+RANKS = st.sampled_from([1, 2, 3, 7, 8, 9, 32, 127, 128])
+MAGNITUDES = st.floats(2.0**-80, 2.0**80)
+
+
+def limit_of(ranks: int) -> int:
+    """A rank's share of a field: 12 bits up to 8 ranks, 16 bits up to 128."""
+    return (2047 if ranks <= 8 else 32767) // ranks
+
+
+def random_values(k: int, scale: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(k, generator=generator) * scale
+
+
+@settings(deadline=None)
+@given(RANKS, st.integers(0, 40), st.data())
+def test_sums_of_fields_are_fields_of_sums(ranks: int, k: int, data: st.DataObject) -> None:
+    """At the ends of the range too: no carry between the integers of a word, no overflow."""
+    limit = limit_of(ranks)
+    integer = st.one_of(st.just(limit), st.just(-limit), st.integers(-limit, limit))
+    rows = [
+        torch.tensor(data.draw(st.lists(integer, min_size=k, max_size=k)), dtype=torch.int64)
+        for _ in range(ranks)
+    ]
+    total = torch.zeros(words_for(k, ranks), dtype=torch.int64)
+    for row in rows:
+        total += pack_fields(row, ranks)
+    expected = torch.stack(rows).sum(dim=0)
+    assert torch.equal(unpack_fields(total, k, ranks), expected)
+
+
+@settings(deadline=None)
+@given(RANKS, MAGNITUDES, st.integers(0, 1000))
+def test_quantized_and_the_rest_are_the_value(ranks: int, scale: float, seed: int) -> None:
+    values = random_values(100, scale, seed)
+    step = step_for(values.abs().max(), ranks)
+    integers, meant = quantize(values, step, ranks)
+    assert integers.abs().max() <= limit_of(ranks)
+    assert torch.equal(meant, integers * step)
+    rest = values - meant
+    assert torch.equal(meant.double() + rest.double(), values.double())
+    assert rest.abs().max() <= step / 2
+
+
+@settings(deadline=None)
+@given(RANKS, MAGNITUDES)
+def test_room_for_ranks_with_larger_values(ranks: int, largest: float) -> None:
+    """Twice the leader's largest is not clipped; a fine step all the same."""
+    step = step_for(torch.tensor(largest), ranks)
+    _, meant = quantize(torch.tensor([1.99 * largest]), step, ranks)
+    assert abs(meant.item() - 1.99 * largest) <= step / 2
+    assert largest / step >= limit_of(ranks) / 8
+
+
+@given(RANKS, st.floats(-(2.0**100), 2.0**100, width=32))
+def test_what_is_clipped_is_left(ranks: int, value: float) -> None:
+    step = step_for(torch.tensor(1.0), ranks)
+    integers, meant = quantize(torch.tensor([value]), step, ranks)
+    assert integers.abs() <= limit_of(ranks)
+    assert meant.abs() <= abs(value) + step / 2
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 3e38, float("inf"), float("nan")])
+def test_steps_are_powers_of_two_that_can_be_used(largest: float) -> None:
+    step = step_for(torch.tensor(largest), 8)
+    assert torch.isfinite(step)
+    assert step > 0
+    assert torch.frexp(step).mantissa == 0.5
+    assert torch.equal(quantize(torch.zeros(3), step, 8)[1], torch.zeros(3))
+
+
+def test_every_rank_has_some_levels() -> None:
+    assert [words_for(100, ranks) for ranks in (2, 8, 9, 128)] == [20, 20, 25, 25]
+    assert all(limit_of(ranks) >= 255 for ranks in range(1, 129))
+    assert field_bits(129) is None
+
+
+@pytest.mark.parametrize("ranks", [0, 129])
+def test_malformed(ranks: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"ranks={ranks}"):
+        step_for(torch.tensor(1.0), ranks)
+    with pytest.raises(ConfigurationError, match=f"ranks={ranks}"):
+        words_for(5, ranks)
