@@ -4,7 +4,7 @@ A model is trained without compression; its gradients are dealt to simulated ran
 compression factor each rank keeps a real residual of the whole model, run to steady state; beside
 them run the samples. Both see the same gradients, so every difference is the sample's.
 
-    python -m benchmarks.shadow [--model text] [--steps 1500] [--json FILE]
+    python -m benchmarks.shadow [--model text] [--steps 2000] [--samples 16384,65536] [--json FILE]
 
 The cost is that of all factors together, per step, against selection, feedback and packing of the
 same gradients at CF 100, in one process and in turns.
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from benchmarks.tables import print_table, write_json
 from hvd_hetero.compression.feedback import ErrorFeedback
-from hvd_hetero.compression.sample import SAMPLE_ELEMENTS, GradientSample
+from hvd_hetero.compression.sample import GradientSample
 from hvd_hetero.compression.shadow import largest
 from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.compression.topk import k_for
@@ -36,15 +36,15 @@ COST_CF = 100.0
 Loss = Callable[[torch.Generator], torch.Tensor]
 
 
-def mlp() -> tuple[nn.Module, Loss, float]:
-    """Scikit-learn's digits; 870,922 parameters."""
+def mlp(width: int) -> tuple[nn.Module, Loss, float]:
+    """Scikit-learn's digits; 870,922 parameters of width 896, 4.1 million of width 1984."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     images = torch.tensor(data.data / 16.0, dtype=torch.float32)
     labels = torch.tensor(data.target)
     model = nn.Sequential(
-        nn.Linear(64, 896), nn.ReLU(), nn.Linear(896, 896), nn.ReLU(), nn.Linear(896, 10)
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
     )
 
     def loss(random: torch.Generator) -> torch.Tensor:
@@ -54,8 +54,8 @@ def mlp() -> tuple[nn.Module, Loss, float]:
     return model, loss, 0.05
 
 
-def text() -> tuple[nn.Module, Loss, float]:
-    """Next character of Python's own documentation, by a GRU; 850,688 parameters."""
+def text(width: int) -> tuple[nn.Module, Loss, float]:
+    """Next character of Python's own documentation, by a GRU; 2.9 million of width 896."""
     from pydoc_data.topics import topics
 
     letters = torch.tensor(list("\n".join(topics.values()).encode("ascii", "replace")))
@@ -64,8 +64,8 @@ def text() -> tuple[nn.Module, Loss, float]:
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(128, 128)
-            self.recurrent = nn.GRU(128, 448, batch_first=True)
-            self.output = nn.Linear(448, 128)
+            self.recurrent = nn.GRU(128, width, batch_first=True)
+            self.output = nn.Linear(width, 128)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.output(self.recurrent(self.embedding(x))[0])
@@ -119,19 +119,15 @@ class Measured:
 def measure(options: argparse.Namespace, cfs: tuple[float, ...]) -> tuple[Measured, int]:
     """Train, and follow every factor beside; return what was seen and the model's size."""
     torch.manual_seed(options.seed)
-    model, loss, learning_rate = MODELS[options.model]()
+    model, loss, learning_rate = MODELS[options.model](options.width)
     parameters = list(model.parameters())
     elements = sum(parameter.numel() for parameter in parameters)
     ranks = options.ranks
     randoms = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
     truths = [Truth(ranks, elements, cf) for cf in cfs]
     samples = [
-        [
-            GradientSample(
-                [elements], cfs, sample_elements=options.sample, every=options.every, seed=seed
-            )
-            for _ in range(ranks)
-        ]
+        [GradientSample([elements], cfs, sample_elements=size, seed=seed) for _ in range(ranks)]
+        for size in options.samples
         for seed in range(options.sample_seeds)
     ]
     scratch, energies = np.empty(elements, np.float32), []
@@ -163,14 +159,14 @@ def measure(options: argparse.Namespace, cfs: tuple[float, ...]) -> tuple[Measur
     return Measured(np.asarray(seen_truth), [np.asarray(rows) for rows in seen]), elements
 
 
-def cost(options: argparse.Namespace, elements: int, cfs: tuple[float, ...]) -> tuple[float, float]:
+def cost(size: int, elements: int, cfs: tuple[float, ...], windows: int) -> tuple[float, float]:
     """Return seconds a step of the sample and of compression; means of alternating windows."""
     gradients = [torch.randn(elements) for _ in range(4)]
     feedback = ErrorFeedback(elements, torch.float32)
-    sample = GradientSample([elements], cfs, sample_elements=options.sample, every=options.every)
+    sample = GradientSample([elements], cfs, sample_elements=size)
     own: list[float] = []
     compression: list[float] = []
-    for step in range(options.cost_windows * WINDOW_STEPS):
+    for step in range(windows * WINDOW_STEPS):
         feedback.work.copy_(gradients[step % 4])
         times = [time.perf_counter()]
         sample.take_gradient(0, feedback.work)
@@ -201,11 +197,11 @@ def main() -> None:
     add = parser.add_argument
     add("--model", choices=sorted(MODELS), default="text")
     add("--ranks", type=int, default=4)
-    add("--steps", type=int, default=1500, help="steady state is the last third (%(default)s)")
+    add("--width", type=int, default=896, help="of the hidden layers (%(default)s)")
+    add("--steps", type=int, default=2000, help="steady state is the last third (%(default)s)")
     add("--max-cf", type=float, default=1000.0)
-    add("--sample", type=int, default=SAMPLE_ELEMENTS, help="coordinates (%(default)s)")
-    add("--every", type=int, default=None, help="look at every so many steps")
-    add("--sample-seeds", type=int, default=1, help="samples beside each other (%(default)s)")
+    add("--samples", type=_sizes, default=(16384, 65536), help="coordinates, several sizes at once")
+    add("--sample-seeds", type=int, default=1, help="samples of each size (%(default)s)")
     add("--cost-windows", type=int, default=21)
     add("--seed", type=int, default=0)
     add("--json", default=None)
@@ -213,52 +209,52 @@ def main() -> None:
     torch.set_num_threads(1)
     cfs = Adaptive(max_cf=options.max_cf).ladder()
     measured, elements = measure(options, cfs)
-    seconds, compress_seconds = cost(options, elements, cfs)
     tail = slice(-(len(measured.truth) // 3), None)
-    rows, cases = [], []
-    for seed, sample in enumerate(measured.samples):
-        for index, cf in enumerate(cfs):
-            gain, rho = measured.truth[tail, index].mean(axis=0)
-            shadow_gain, shadow_rho = sample[tail, index].mean(axis=0)
-            early_gain, early_rho = sample[1, index]
-            case = {
-                "model": options.model,
-                "elements": elements,
-                "sample_elements": options.sample,
-                "seed": seed,
-                "cf": cf,
-                "gain": gain,
-                "shadow_gain": shadow_gain,
-                "gain_error": shadow_gain / gain - 1.0,
-                "rho": rho,
-                "shadow_rho": shadow_rho,
-                "rho_error": shadow_rho / rho - 1.0,
-                "gain_after_two_windows": early_gain,
-                "rho_after_two_windows": early_rho,
-                "seconds": seconds,
-                "compress_seconds": compress_seconds,
-            }
-            cases.append({name: _plain(value) for name, value in case.items()})
-            rows.append(
-                [f"{cf:g}", f"{gain:.4f}", f"{shadow_gain:.4f}", f"{case['gain_error']:+.1%}"]
-                + [f"{rho:.2f}", f"{shadow_rho:.2f}", f"{case['rho_error']:+.1%}"]
-                + [f"{early_gain:.4f}", f"{early_rho:.2f}"]
+    cases = []
+    for index, sample in enumerate(measured.samples):
+        size, seed = options.samples[index // options.sample_seeds], index % options.sample_seeds
+        seconds, compress_seconds = cost(size, elements, cfs, options.cost_windows)
+        rows = []
+        for place, cf in enumerate(cfs):
+            gain, rho = (float(one) for one in measured.truth[tail, place].mean(axis=0))
+            shadow_gain, shadow_rho = (float(one) for one in sample[tail, place].mean(axis=0))
+            early_gain, early_rho = (float(one) for one in sample[1, place])
+            cases.append(
+                {
+                    "model": options.model,
+                    "elements": elements,
+                    "sample_elements": size,
+                    "seed": seed,
+                    "cf": cf,
+                    "gain": gain,
+                    "shadow_gain": shadow_gain,
+                    "gain_after_two_windows": early_gain,
+                    "rho": rho,
+                    "shadow_rho": shadow_rho,
+                    "rho_after_two_windows": early_rho,
+                    "seconds": seconds,
+                    "compress_seconds": compress_seconds,
+                }
             )
-    print(
-        f"{options.model}: {elements:,} parameters, {options.ranks} ranks, sample {options.sample:,}"
-    )
-    headers = ["CF", "gain", "shadow", "error", "rho", "shadow", "error", "gain@20", "rho@20"]
-    print_table(headers, rows)
-    print(
-        f"cost {seconds * 1e3:.2f} ms a step, compression {compress_seconds * 1e3:.2f} ms: "
-        f"{seconds / compress_seconds:.2f}"
-    )
+            gains = [f"{one:.4f}" for one in (gain, shadow_gain, early_gain)]
+            rhos = [f"{one:.2f}" for one in (rho, shadow_rho, early_rho)]
+            gains.insert(2, f"{shadow_gain / gain - 1:+.1%}")
+            rhos.insert(2, f"{shadow_rho / rho - 1:+.1%}")
+            rows.append([f"{cf:g}", *gains, *rhos])
+        print(
+            f"{options.model}, {elements:,} parameters, {options.ranks} ranks; {size:,} coordinates"
+        )
+        print_table(["CF", "gain", "shadow", "error", "@20", "rho", "shadow", "error", "@20"], rows)
+        print(
+            f"{seconds * 1e3:.2f} ms a step, compression {compress_seconds * 1e3:.2f} ms: "
+            f"{seconds / compress_seconds:.2f}\n"
+        )
     if options.json:
         write_json(options.json, cases)
 
 
-def _plain(value: object) -> object:
-    return float(value) if isinstance(value, np.floating) else value
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(","))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
 """Gain and residual ratio of every compression factor (CF), from a sample of coordinates.
 
 The same random coordinates on all ranks, of every bucket its share. Their gradient is read off
-the buckets and fed to a shadow residual for every CF; at every fourth look gradient plus residual
+the buckets and fed to a shadow residual for every CF; at every fourth step gradient plus residual
 is read too, for the gain of the moment. Once a window the sums of all ranks are added by one small
 allreduce, and ``read`` turns them into ``Curves``.
-
-A large model is looked at in every step. Of a small one a sample costs as much as compression
-itself, so only every second, third, ... step is; to the shadows those are all the steps there
-are, which is the same to them as long as a gradient's noise is new in every step.
 """
 
 from __future__ import annotations
@@ -27,12 +23,11 @@ from hvd_hetero.compression.sketch import SKETCH_SUMS, Sketch
 from hvd_hetero.compression.topk import k_for
 from hvd_hetero.errors import ConfigurationError, check_float, check_int
 
-SAMPLE_ELEMENTS = 1 << 16
-_MOMENTARY_LOOKS = 4
-# A look costs about as much as compressing 16 elements for each of the sample; no more than a
-# quarter of compression's time is to be spent on it.
-_LOOK_ELEMENTS, _MOST_STEPS = 64, 5
-_NUMBERS = ("_steps", "_looks", "_long_looks", "_raw", "_total", "_turn", "_threshold")
+# Measured (benchmarks/shadow.py): 65,536 coordinates tell every gain up to CF 1000 within 5 %, a
+# quarter of them within 10 %. A 48th of the model costs a quarter of compressing it at most.
+_LEAST_SAMPLE, _LARGEST_SAMPLE, _MODEL_SHARE = 1 << 14, 1 << 16, 48
+_MOMENTARY_STEPS = 4
+_NUMBERS = ("_steps", "_looks", "_raw", "_total", "_turn", "_threshold")
 
 
 class GradientSample:
@@ -42,9 +37,8 @@ class GradientSample:
         bucket_elements: length of every bucket.
         cfs: compression factors to measure.
         device: where the buckets lie.
-        sample_elements: size of the sample; the whole model where that is smaller.
-        every: look at every so many steps, and at the first after ``sums``; None: as cheaply as
-            the docstring of the module says.
+        sample_elements: size of the sample, the whole model where that is smaller; None: a 48th
+            of the model, between 16,384 and 65,536.
         seed: of coordinates and signs; equal on all ranks.
 
     Raises:
@@ -57,14 +51,15 @@ class GradientSample:
         cfs: Sequence[float],
         *,
         device: torch.device | str = "cpu",
-        sample_elements: int = SAMPLE_ELEMENTS,
-        every: int | None = None,
+        sample_elements: int | None = None,
         seed: int = 0,
     ) -> None:
         elements = [check_int("bucket_elements", one, minimum=0) for one in bucket_elements]
         self.cfs = tuple(sorted({check_float("cfs", cf, minimum=1.0) for cf in cfs}))
         self.bucket_elements = tuple(elements)
         total = sum(elements)
+        if sample_elements is None:
+            sample_elements = min(max(total // _MODEL_SHARE, _LEAST_SAMPLE), _LARGEST_SAMPLE)
         wanted = min(total, check_int("sample_elements", sample_elements, minimum=1))
         counts = [min(d, math.ceil(d * wanted / total)) if total else 0 for d in elements]
         random = np.random.default_rng(check_int("seed", seed, minimum=0))
@@ -75,8 +70,6 @@ class GradientSample:
         self._offsets = np.cumsum([0, *counts], dtype=np.int64)
         self.size = int(self._offsets[-1])
         self._scale = total / self.size if self.size else 1.0
-        cheap = min(_MOST_STEPS, _LOOK_ELEMENTS * self.size // max(total, 1))
-        self.every = max(1, cheap) if every is None else check_int("every", every, minimum=1)
         takes = [k_for(total, cf) / self._scale for cf in self.cfs]
         self._takes = takes
         self._shadows = Shadows(self.cfs, takes, self._offsets)
@@ -92,31 +85,26 @@ class GradientSample:
 
     def take_gradient(self, bucket: int, work: Tensor) -> None:
         """Read the weighted gradient of a bucket, [d] before its residual is added."""
-        if self._looking:
-            self._take(bucket, work, self._gradient)
+        self._take(bucket, work, self._gradient)
 
     def take_compensated(self, bucket: int, a: Tensor) -> None:
         """Read gradient plus residual of a bucket, [d].
 
         To be left out where there is no residual: the gradient counts then.
         """
-        if self._looking and self._momentary_due:
+        if self._momentary_due:
             self._take(bucket, a, self._compensated)
             self._has_compensated[bucket] = True
 
     def end_step(self) -> None:
         """Measure what was taken; a step with a non-finite entry counts as dropped."""
-        looking = self._looking
-        self._steps += 1
-        if not looking:
-            return
         gradient = self._gradient.cpu().numpy()
         raw = float(np.dot(gradient, gradient))
         if not math.isfinite(raw) or (self._momentary_due and not self._measure(gradient, raw)):
             self.drop_step()
             return
         self.drop_step()
-        self._looks += 1
+        self._steps += 1
         self._raw += raw
         self._shadows.step(gradient)
 
@@ -125,12 +113,8 @@ class GradientSample:
         self._has_compensated = [False] * len(self._has_compensated)
 
     @property
-    def _looking(self) -> bool:
-        return self._steps % self.every == 0
-
-    @property
     def _momentary_due(self) -> bool:
-        return self._looks % _MOMENTARY_LOOKS == 0
+        return self._steps % _MOMENTARY_STEPS == 0
 
     def _measure(self, gradient: Floats, raw: float) -> bool:
         """Take the gain of the moment and the gradient's sketches; False if not finite."""
@@ -143,7 +127,7 @@ class GradientSample:
         if not math.isfinite(total):
             return False
         self._turn += 1
-        self._long_looks += 1
+        self._looks += 1
         self._total += total
         magnitudes = np.abs(compensated)
         most = math.ceil(max(self._takes, default=0.0))
@@ -176,7 +160,7 @@ class GradientSample:
         self._shadows.end_window()
         shadows = self._shadows.shadows
         parts: list[Any] = [
-            [1.0, self._looks, self._long_looks, self._raw, self._total],
+            [1.0, self._steps, self._looks, self._raw, self._total],
             self._momentary,
             *([shadow.kept, shadow.total] for shadow in shadows),
             *(shadow.entries for shadow in shadows),
@@ -209,10 +193,10 @@ class GradientSample:
         head, kept, energies, entries, residuals, gradients, left = np.split(
             numbers, np.cumsum(lengths)[:-1]
         )
-        ranks, looks, long_looks, raw, total = (float(number) for number in head)
+        ranks, steps, looks, raw, total = (float(number) for number in head)
         energies, entries = energies.reshape(factors, 2), entries.reshape(factors, buckets)
         residuals = residuals.reshape(factors, SKETCH_SUMS)
-        per_look = ranks / long_looks if long_looks else 0.0
+        per_look = ranks / looks if looks else 0.0
         energy = {
             stride: float(np.dot(sketch, sketch)) * per_look
             for stride, sketch in zip(levels, gradients.reshape(-1, SKETCH_SUMS), strict=True)
@@ -224,11 +208,11 @@ class GradientSample:
             momentary={cf: _share(kept[i], total) for i, cf in enumerate(self.cfs)},
             rho={cf: _ratio(residuals[i], energy[strides[i]]) for i, cf in enumerate(self.cfs)},
             residual_ratio=_ratio(left, energy[1]),
-            raw_energy=raw * self._scale / max(looks, 1.0),
-            total_energy=total * self._scale / max(long_looks, 1.0),
-            measurements=round(looks),
+            raw_energy=raw * self._scale / max(steps, 1.0),
+            total_energy=total * self._scale / max(looks, 1.0),
+            measurements=round(steps),
             bucket_entries={
-                cf: self._whole(entries[i] / max(looks, 1.0), strides[i])
+                cf: self._whole(entries[i] / max(steps, 1.0), strides[i])
                 for i, cf in enumerate(self.cfs)
             },
         )
@@ -239,7 +223,7 @@ class GradientSample:
         return tuple((entries * self.bucket_elements / np.maximum(sampled, 1)).tolist())
 
     def _clear(self) -> None:
-        self._steps = self._looks = self._long_looks = 0
+        self._steps = self._looks = 0
         self._raw = self._total = 0.0
         self._momentary = np.zeros(len(self.cfs))
         self._gradient_sketches = {

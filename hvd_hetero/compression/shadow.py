@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 _LEAST_TAKEN = 1024
-_STEPS_SHARE = 128
+_STEPS_SHARE = 256
 _MOST_STEPS = 8
 _SLACK = 0.93  # candidates start this far below the last threshold
 _MOST_SEEN = 16  # steps that priming rests on
 # Priming takes strides of a quarter of CF steps, so many of them, then as many of half the length
 # and so on down to one step: what long strides leave above a single step's threshold must go.
-_LONGEST_STRIDE, _STRIDES = 0.25, 12
+_LONGEST_STRIDE, _STRIDES = 0.25, 20
 _NUMBERS = ("threshold", "owed", "pending", "kept", "total")
 
 

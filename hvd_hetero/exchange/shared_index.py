@@ -99,6 +99,10 @@ class SharedIndexExchange:
         self._sums: Handle | None = None
         packet = self._pack_first(first_bytes)
         self._first: Handle = collectives.broadcast_async(packet, leader, f"{name}.shared.indices")
+        # While the indices travel. A sum is the cheapest look at every entry: NaN and infinities
+        # survive in it. A leader's are among the entries that it has selected.
+        seen = values if indices is None else values.index_select(0, indices)
+        self._flag = ~torch.isfinite(seen.sum())
 
     def advance(self) -> bool:
         """Launch the second stage if the first is done; never blocks. True once launched."""
@@ -141,16 +145,11 @@ class SharedIndexExchange:
         if self.indices is None:
             indices = packet[: self._index_bytes]
             self.indices = unpack_indices(indices, self._k, self._values.numel())
-            # A sum is the cheapest look at every entry: NaN and infinities survive in it.
-            flag = ~torch.isfinite(self._values.sum())
-            selected = self._values.index_select(0, self.indices)
-        else:
-            selected = self._values.index_select(0, self.indices)
-            flag = ~torch.isfinite(selected).all()
-        selected = selected.to(self._wire_dtype).masked_fill_(flag, 0.0)
+        selected = self._values.index_select(0, self.indices).to(self._wire_dtype)
+        selected.masked_fill_(self._flag, 0.0)
         if self._fixed_point:
             self._step = packet[self._index_bytes :].clone().view(torch.float32)
             integers, self.sent_values = quantize(selected, self._step, self._collectives.size)
             selected = pack_fields(integers, self._collectives.size)
-        message = torch.cat((selected, flag.to(selected.dtype).reshape(1)))
+        message = torch.cat((selected, self._flag.to(selected.dtype).reshape(1)))
         return self._collectives.allreduce_async(message, f"{self._name}.shared.values")

@@ -70,7 +70,7 @@ class PolicyState:
         option: in force.
         controller: of GraVAC's search; None with other policies.
         corrections: for each option that was in force, measured over predicted step seconds.
-        worth: for each factor, its last known gain and rho with an allgather.
+        worth: for each factor, its smoothed gain and rho with an allgather.
         raw_energy: smoothed energy of the gradient alone; None before the first.
         cap: highest rung of the ladder that may be used. cap_windows: since it last changed.
         previous: the option before the last change, until that has been judged.

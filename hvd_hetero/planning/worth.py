@@ -17,7 +17,7 @@ from hvd_hetero.planning.policy_state import Observation, PolicyState
 from hvd_hetero.planning.step_time import Option
 
 CHANGED = 1.3  # a factor by which times differ when something has changed, not just noise
-_NEW_SHARE = 0.5  # of the newest window in a correction
+_NEW_SHARE = 0.5  # of the newest window in all that is remembered
 _FADE = 0.02  # a window: one bad measurement must not bar an option for ever
 # With one rank's indices for all, rho at equal CF is about n**(1/3) times that of an allgather:
 # measured 14 against 7 on 8 ranks at CF 100.
@@ -43,7 +43,13 @@ def learn(state: PolicyState, seen: Observation) -> PolicyState:
     curves = seen.curves
     if curves is None or not curves.is_finite() or curves.measurements == 0:
         return state
-    return replace(state, worth={cf: (curves.gain[cf], curves.rho[cf]) for cf in curves.cfs})
+    worth: dict[float, tuple[float, float]] = {}
+    for cf in curves.cfs:
+        new = curves.at(cf)
+        old = state.worth.get(cf, new)
+        gain, rho = (x + _NEW_SHARE * (y - x) for x, y in zip(old, new, strict=True))
+        worth[cf] = (gain, rho)
+    return replace(state, worth=worth)
 
 
 def gain_and_rho(state: PolicyState, option: Option, ranks: int) -> tuple[float, float] | None:

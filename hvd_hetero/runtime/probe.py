@@ -19,6 +19,7 @@ _SMALLEST_BYTES = 1 << 10
 _LARGEST_BYTES = 1 << 24
 _FIRST_GROWTH = 64
 _GROWTHS = (8, 4, 2)
+_VISIBLE_RATIO = 3.0  # of the seconds of the largest and the smallest size
 _LEAST_PASSES = 3
 _MOST_PASSES = 15
 
@@ -46,9 +47,9 @@ def measure_collectives(
     """Time collectives of growing sizes and return their costs, the same model on every rank.
 
     Every rank calls it at the same place; it blocks for about ``budget_seconds``, longer only
-    where three sizes and three repetitions take longer. All that is decided rests on numbers that
-    were exchanged, so no rank can run one collective more than another. The seconds of a size are
-    the median over repetitions.
+    where three repetitions of what shows the cost of a byte do. All that is decided rests on
+    numbers that were exchanged, so no rank can run one collective more than another. The seconds
+    of a size are the median over repetitions.
 
     Raises ExchangeTimeoutError when a collective takes longer than ``timeout_seconds``,
     ConfigurationError for a budget that is not positive.
@@ -84,6 +85,9 @@ def _next_bytes(bytes: int, sizes: list[list[_Probe]], left_seconds: float) -> i
         return bytes * _FIRST_GROWTH
     # The least of two uses: one that met with a busy core says nothing of larger messages.
     times = [sum(min(probe.seconds) for probe in size) for size in sizes]
+    if times[-1] < _VISIBLE_RATIO * times[0] and left_seconds > 0.0:
+        # Bytes cost little beside latency so far: a slope from here would be noise.
+        return bytes * _GROWTHS[0]
     repeats = _LEAST_PASSES - 1
     for growth in _GROWTHS:
         # Straight on in bytes; the last size was at least twice the one before it.
@@ -122,20 +126,20 @@ class _Session:
 
         Returns the seconds since ``since`` on the rank where they are most.
 
-        In a ring all ranks end about together, so the mean over ranks is what it takes: who starts
-        early waits as much longer as who starts late waits shorter. The ends of a broadcast are
-        apart, the root's first: the most count, and ranks meet once more before the next probe.
+        An allreduce ends on all ranks about together, so the mean over ranks is what it takes: who
+        starts early waits as much longer as who starts late waits shorter. The other two end
+        earlier on some ranks: the most count, and all ranks meet before the next probe.
         """
         own = []
         for probe in probes:
             own.append(self._seconds(probe))
-            if probe.kind == "broadcast":
+            if probe.kind != "allreduce":
                 self._gather([0.0])
         own.append(0.0 if since is None else now_seconds() - since)
         by_rank = self._gather(own)
         mean, most = by_rank.mean(dim=0).tolist(), by_rank.amax(dim=0).tolist()
         for index, probe in enumerate(probes):
-            probe.seconds.append(most[index] if probe.kind == "broadcast" else mean[index])
+            probe.seconds.append(mean[index] if probe.kind == "allreduce" else most[index])
         return float(most[-1])
 
     def _gather(self, own: list[float]) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Course:
     forget_residuals: bool = False
     dtype: torch.dtype = torch.float32
     steps: int = 24
+    exchange: str = "allgather"
 
 
 _CHANGES = {4: (20.0, 1), 8: (2000.0, 1), 12: (None, 4), 18: (6.0, 1), 22: (None, 1)}
@@ -53,13 +54,23 @@ COURSES: dict[str, Course] = {
     "topk": Course(10.0),
     "changing": Course(8.0, _CHANGES, dropped_before=(6, 10, 14)),
     "changing_float64": Course(8.0, _CHANGES, dropped_before=(6, 10, 14), dtype=torch.float64),
+    "shared_index": Course(8.0, _CHANGES, dropped_before=(6, 10, 14), exchange="shared-index"),
     "flush_interrupted": Course(30.0, {5: (None, 6), 8: (30.0, 1), 14: (None, 3)}),
     "passes": Course(8.0, {7: (100.0, 1), 15: (None, 2), 20: (5.0, 1)}, passes=2),
     # Gains are far above eps, so the first decision raises the CF.
-    "adaptive": Course({"min_cf": 4.0, "max_cf": 300.0, "window": 2, "eps": 0.01}),
+    "adaptive": Course(
+        {"min_cf": 4.0, "max_cf": 300.0, "window": 2, "eps": 0.01, "do_no_harm": False}
+    ),
     # The gain at min_cf cannot reach eps = 1: dense after the first window, over three steps.
     "adaptive_to_dense": Course(
-        {"min_cf": 8.0, "window": 4, "eps": 1.0, "flush_steps": 3, "dense_wait_windows": 9}
+        {
+            "min_cf": 8.0,
+            "window": 4,
+            "eps": 1.0,
+            "flush_steps": 3,
+            "dense_wait_windows": 9,
+            "do_no_harm": False,
+        }
     ),
     "topk_forgetting": Course(10.0, forget_residuals=True),
     "changing_forgetting": Course(8.0, _CHANGES, forget_residuals=True),
@@ -98,7 +109,7 @@ def follow(course: Course) -> dict[str, Any]:
     compression = (
         het.Compression.adaptive(**course.compression)
         if isinstance(course.compression, Mapping)
-        else het.Compression.topk(course.compression)
+        else het.Compression.topk(course.compression, exchange=course.exchange, window=1000)
     )
     optimizer = het.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
@@ -127,7 +138,7 @@ def follow(course: Course) -> dict[str, Any]:
     for step in range(course.steps):
         if step in course.forced:
             cf, flush_steps = course.forced[step]
-            exchanger.set_mode(SparsityMode(cf), flush_steps)
+            exchanger.set_mode(SparsityMode(cf, course.exchange), flush_steps)
         entry: dict[str, Any] = {"cf": exchanger.mode.cf, "sizes": []}
         optimizer.zero_grad()
         used.append([])

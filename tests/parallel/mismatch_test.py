@@ -90,5 +90,5 @@ def test_all_ranks_end_with_an_error(launcher: Launcher) -> None:
     assert not result.survivors
     # A launcher may kill a rank that is about to end by itself.
     assert all(rank.exit_code in (1, None) for rank in result.ranks)
-    assert "RankMismatchError: compression.cf differs between ranks" in result.output
+    assert "RankMismatchError: compression.min_cf differs between ranks" in result.output
     assert "rank 0 has 10.0, rank 1 has 100.0" in result.output

@@ -1086,7 +1086,7 @@ def collectives_per_step() -> None:
 def waits_end() -> None:
     """Rule 11: a rank that is left alone says after its time-out where it waits: rank, step and
     parameters of the bucket, or the agreement; the late rank finds all it needs."""
-    for compression in (dense(), het.Compression.topk(4)):
+    for compression in (dense(), het.Compression.topk(4, exchange="allgather")):
         model = classifier()
         optimizer = wrap(model, sgd(model), compression=compression)
         train(model, optimizer, range(2))

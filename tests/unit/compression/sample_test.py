@@ -48,7 +48,7 @@ def read(*samples: GradientSample) -> Curves:
 @settings(deadline=None, max_examples=60)
 def test_everything_sampled_is_exact(elements: list[int], seed: int, cfs: list[float]) -> None:
     """Gains of the moment are those of one top-k over all buckets, energies are exact."""
-    sample = GradientSample(elements, cfs, every=1)
+    sample = GradientSample(elements, cfs)
     assert sample.size == sum(elements)
     random = torch.Generator().manual_seed(seed)
     gradients = [torch.randn(d, generator=random) for d in elements]
@@ -68,7 +68,7 @@ def test_everything_sampled_is_exact(elements: list[int], seed: int, cfs: list[f
 def test_a_sample_tells_the_whole_model() -> None:
     """Gains, energies and each bucket's entries, from a sixteenth of three unequal buckets."""
     elements, scales = (60_000, 30_000, 10_000), (1.0, 3.0, 0.1)
-    sample = GradientSample(elements, CFS, sample_elements=6250, every=1)
+    sample = GradientSample(elements, CFS, sample_elements=6250)
     assert sample.size == pytest.approx(6250, abs=3)
     flats = []
     for step in range(30):
@@ -93,7 +93,7 @@ def test_a_sample_tells_the_whole_model() -> None:
 
 def test_rho_is_that_of_the_sum_over_ranks() -> None:
     """Four ranks: noise in the gradients adds up by squares, a common residual does not."""
-    ranks = [GradientSample([50_000], CFS, sample_elements=20_000, every=1) for _ in range(4)]
+    ranks = [GradientSample([50_000], CFS, sample_elements=20_000) for _ in range(4)]
     common = noise(50_000, seed=99)[0]
     for step in range(8):
         for rank, sample in enumerate(ranks):
@@ -109,7 +109,7 @@ def test_rho_is_that_of_the_sum_over_ranks() -> None:
 
 def test_rho_of_noise_follows_the_gain() -> None:
     """Under independent noise rho = sqrt((1 - gain) / gain), whatever the number of ranks."""
-    ranks = [GradientSample([30_000], CFS, sample_elements=30_000, every=1) for _ in range(3)]
+    ranks = [GradientSample([30_000], CFS, sample_elements=30_000) for _ in range(3)]
     for step in range(240):
         for rank, sample in enumerate(ranks):
             feed(sample, noise(30_000, seed=10 * step + rank))
@@ -121,7 +121,7 @@ def test_rho_of_noise_follows_the_gain() -> None:
 
 
 def test_where_there_is_no_residual_the_gradient_counts() -> None:
-    with_residual, without = (GradientSample([500, 200], CFS, every=1) for _ in range(2))
+    with_residual, without = (GradientSample([500, 200], CFS) for _ in range(2))
     feed(with_residual, noise(500, 200), residual=0.0)
     feed(without, noise(500, 200))
     one, other = read(with_residual), read(without)
@@ -142,7 +142,7 @@ def test_the_same_coordinates_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_step_that_is_not_finite_leaves_no_trace(bad: float) -> None:
-    sample, other = (GradientSample([300], CFS, every=1) for _ in range(2))
+    sample, other = (GradientSample([300], CFS) for _ in range(2))
     for step in range(6):
         gradients = noise(300, seed=step)
         if step == 2:
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(bad: float) -> None:
 
 
 def test_a_dropped_step_leaves_no_trace() -> None:
-    sample, other = (GradientSample([300], CFS, every=1) for _ in range(2))
+    sample, other = (GradientSample([300], CFS) for _ in range(2))
     sample.take_gradient(0, torch.full((300,), 1e9))
     sample.take_compensated(0, torch.full((300,), 1e9))
     sample.drop_step()
@@ -168,17 +168,9 @@ def test_a_dropped_step_leaves_no_trace() -> None:
     assert read(sample) == read(other)
 
 
-def test_looks_at_the_first_and_then_every_so_many_steps() -> None:
-    sample = GradientSample([300], CFS, every=4)
-    for window, steps in enumerate((10, 1, 5)):
-        for step in range(steps):
-            feed(sample, noise(300, seed=100 * window + step))
-        assert read(sample).measurements == -(-steps // 4)
-
-
-def test_large_models_are_looked_at_in_every_step_and_small_ones_are_not() -> None:
-    assert GradientSample([20_000_000], CFS).every == 1
-    assert 1 < GradientSample([1_000_000], CFS).every <= 5
+def test_the_size_follows_the_model_between_bounds() -> None:
+    sizes = [GradientSample([d], CFS).size for d in (1000, 100_000, 2_000_000, 20_000_000)]
+    assert sizes == [1000, 16_384, 41_666, 65_536]
 
 
 def test_the_length_of_the_sums_is_fixed_and_small() -> None:
@@ -194,7 +186,7 @@ def test_the_length_of_the_sums_is_fixed_and_small() -> None:
 
 
 def test_float64_buckets_and_buckets_of_one_element() -> None:
-    sample = GradientSample([1, 400], CFS, every=1)
+    sample = GradientSample([1, 400], CFS)
     feed(sample, [one.double() for one in noise(1, 400)], residual=0.1)
     assert read(sample).is_finite()
 
@@ -202,7 +194,7 @@ def test_float64_buckets_and_buckets_of_one_element() -> None:
 @pytest.mark.parametrize("saved_at", [5, 26])
 def test_goes_on_from_a_saved_state_as_if_nothing_had_happened(saved_at: int) -> None:
     def build() -> GradientSample:
-        return GradientSample([3000, 500], (10.0, 300.0), sample_elements=1000, every=2)
+        return GradientSample([3000, 500], (10.0, 300.0), sample_elements=1000)
 
     whole, part = build(), build()
     for step in range(40):

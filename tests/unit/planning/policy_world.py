@@ -40,6 +40,7 @@ class World:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._predictions: dict[object, dict[Option, float]] = {}
         self.random = np.random.default_rng(self.seed)
         self.strategies = (
             ("allgather", "shared-index") if self.spec.exchange == "auto" else (self.spec.exchange,)
@@ -52,18 +53,25 @@ class World:
         return 1 / (1 + self.rho(cf) ** 2)
 
     def step_seconds(self, *, seen_by_model: bool = False) -> dict[Option, float]:
+        """True or predicted seconds of every option."""
+        key = (self.bandwidth, self.compress_scale, seen_by_model)
+        if key not in self._predictions:
+            self._predictions[key] = self._step_seconds(seen_by_model)
+        return self._predictions[key]
+
+    def _step_seconds(self, seen_by_model: bool) -> dict[Option, float]:
         n, beta, alpha = self.ranks, 1 / self.bandwidth, 1e-4
         big = 1e9
         errors = self.model_error if seen_by_model else (1.0, 1.0, 1.0)
         reduce, gather, cast = (
-            CostCurve((0.0, big), (rounds * alpha * error, (rounds * alpha + share * beta * big) * error))
+            CostCurve(
+                (0.0, big), (rounds * alpha * error, (rounds * alpha + share * beta * big) * error)
+            )
             for rounds, share, error in zip(
                 (2 * (n - 1), n - 1, 2), (2 * (n - 1) / n, n - 1, 2), errors, strict=True
             )
         )
-        local = LocalCosts(
-            2e-9 * self.compress_scale, 2e-8 * self.compress_scale, 1e-8, 2e-10
-        )
+        local = LocalCosts(2e-9 * self.compress_scale, 2e-8 * self.compress_scale, 1e-8, 2e-10)
         buckets = [self.elements // 4] * 4
         return predict_options(
             self.spec.ladder(),
@@ -82,7 +90,11 @@ class World:
         ratio = 0.0 if option.cf is None else self.rho(option.cf)
         if self.runaway_rho is not None:
             ratio = self.runaway_rho(option.cf)
-        jitter = {cf: 1 + self.noise * self.random.standard_normal() for cf in ladder}
+        # All factors are seen on the same gradients: most of the noise is common to them.
+        common = self.random.standard_normal()
+        jitter = {
+            cf: 1 + self.noise * (common + 0.25 * self.random.standard_normal()) for cf in ladder
+        }
         return Curves(
             cfs=ladder,
             gain={cf: min(1.0, self.gain(cf) * jitter[cf]) for cf in ladder},
@@ -117,9 +129,7 @@ class World:
             start(self.spec)[0], worth={cf: (self.gain(cf), self.rho(cf)) for cf in ladder}
         )
         true = self.step_seconds()
-        seen = Observation(
-            DENSE, true[DENSE], 0.0, 64.0, None, true, self.penalty, self.ranks
-        )
+        seen = Observation(DENSE, true[DENSE], 0.0, 64.0, None, true, self.penalty, self.ranks)
         return {option: cost(self.spec, state, seen, option) for option in true}
 
 

@@ -1,0 +1,277 @@
+"""Does ``policy="model"`` end where a sweep over all options would have ended?
+
+    python benchmarks/policy.py [--objective gain,residual] [--json FILE]
+
+Ranks on hosts of a lab (``benchmarks/lab``: network namespaces, links shaped to --rate; root and
+iproute2) train the same network on scikit-learn's digits, one training after the other in one
+job: without compression, with every fixed factor and exchange, and with ``policy="model"``
+once for each objective. All last --windows windows (default 2) and then --steps steps, in which
+step seconds (median), gain and residual ratio are measured exactly, over all coordinates:
+
+    gain   sum over ranks of ||what is sent||^2 / sum over ranks of ||a||^2
+    rho    ||sum over ranks of e|| / ||sum over ranks of r g||
+    J      step seconds / gain, or step seconds * (1 + kappa * rho^p)
+
+``of_best`` is J of the policy over the least J of the sweep; the bar is 1.05. ``control`` is the
+best option of the sweep trained and measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.lab import Lab, LabError, LaunchError, run_ranks, why_not  # noqa: E402
+from benchmarks.tables import print_table, write_json  # noqa: E402
+
+OBJECTIVES = ("gain", "residual")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rate", default="100mbit", help="of every link (default 100mbit)")
+    parser.add_argument("--objective", default="gain,residual")
+    parser.add_argument("--min-cf", type=float, default=10.0)
+    parser.add_argument("--max-cf", type=float, default=640.0)
+    parser.add_argument("--window", type=int, default=10)
+    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--hidden", type=int, default=768, help="width of the two hidden layers")
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--launcher", choices=("gloo", "mpi"), default="gloo")
+    parser.add_argument("--loopback", action="store_true", help="use no lab")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = set(options.objective.split(",")) - set(OBJECTIVES)
+    if unknown:
+        parser.error(f"--objective {options.objective}: known are {', '.join(OBJECTIVES)}")
+    if options.worker:
+        work(options)
+        return
+    problem = "--loopback was given" if options.loopback else why_not()
+    where = f"on loopback ({problem})" if problem else f"links of {options.rate}"
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "cases.json"
+        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+        try:
+            with nullcontext() if problem else Lab(options.ranks, options.rate) as lab:
+                run_ranks(
+                    [*command, "--worker", str(output)],
+                    options.ranks,
+                    lab=lab,
+                    launcher=options.launcher,
+                    timeout_seconds=3600.0,
+                )
+        except (LabError, LaunchError) as error:
+            sys.exit(str(error))
+        result = json.loads(output.read_text())
+    print(f"{options.ranks} ranks, {where}, {result['elements']:,} parameters")
+    print_table(
+        ["training", "option", "ms a step", "gain", "rho", "J gain", "J residual"],
+        [
+            [
+                case["training"],
+                case["option"],
+                f"{case['seconds'] * 1e3:.1f}",
+                f"{case['gain']:.3f}",
+                f"{case['rho']:.2f}",
+                f"{case['J gain'] * 1e3:.1f}",
+                f"{case['J residual'] * 1e3:.1f}",
+            ]
+            for case in result["cases"]
+        ],
+    )
+    print_table(
+        ["objective", "policy chose", "best of sweep", "J / best", "control"],
+        [
+            [v["objective"], v["chosen"], v["best"], f"{v['of_best']:.3f}", f"{v['control']:.3f}"]
+            for v in result["verdicts"]
+        ],
+    )
+    if options.json:
+        write_json(options.json, [*result["cases"], *result["verdicts"]])
+
+
+def work(options: argparse.Namespace) -> None:
+    """On a rank: all trainings, one after the other; rank 0 writes what came out."""
+    import horovod.torch as hvd
+    import torch
+
+    import hvd_hetero as het
+    from hvd_hetero.compression.spec import Adaptive
+    from hvd_hetero.planning.objective import default_penalty
+
+    hvd.init()
+    torch.set_num_threads(1)
+    kind = torch.optim.SGD if options.optimizer == "sgd" else torch.optim.AdamW
+    penalty = default_penalty(options.optimizer, options.lr)
+    ladder = Adaptive(min_cf=options.min_cf, max_cf=options.max_cf).ladder()
+
+    def trained(name: str, compression: Any) -> dict[str, Any]:
+        training = Training(kind, options, compression)
+        for _ in range(options.windows * options.window):
+            training.step()
+        seconds, last = [], {}
+        for _ in range(options.steps):
+            taken, last = training.step(measure=True)
+            seconds.append(taken)
+        step_seconds = statistics.median(seconds)
+        mode = training.optimizer._hetero.exchanger.mode
+        # Ranks see the same steps; the slowest view counts.
+        step_seconds = max(hvd.allgather_object(step_seconds, name="seconds"))
+        option = "dense" if mode.cf is None else f"CF {mode.cf:g} {mode.strategy}"
+        return {
+            "training": name,
+            "option": option,
+            "cf": mode.cf,
+            "strategy": "dense" if mode.cf is None else mode.strategy,
+            "seconds": step_seconds,
+            **last,
+            "J gain": step_seconds / last["gain"],
+            "J residual": step_seconds * penalty.factor(last["rho"]),
+        }
+
+    def fixed(option: tuple[float, str] | None) -> Any:
+        if option is None:
+            return het.Compression.adaptive(dense_steps=10**6)
+        return het.Compression.topk(option[0], exchange=option[1])
+
+    sweep: list[tuple[float, str] | None] = [None]
+    sweep += [(cf, how) for cf in ladder for how in ("allgather", "shared-index")]
+    cases, verdicts = [], []
+    for option in sweep:
+        name = "dense" if option is None else "fixed"
+        cases.append(trained(name, fixed(option)))
+        say(cases[-1])
+    swept = list(cases)
+    for objective in options.objective.split(","):
+        key = f"J {objective}"
+        compression = het.Compression.adaptive(
+            policy="model",
+            objective=objective,
+            min_cf=options.min_cf,
+            max_cf=options.max_cf,
+            window=options.window,
+        )
+        own = trained(f"model, {objective}", compression)
+        best = min(swept, key=lambda case: case[key])
+        again = trained("again", fixed(sweep[swept.index(best)]))
+        cases += [own, again]
+        say(own)
+        verdicts.append(
+            {
+                "objective": objective,
+                "chosen": own["option"],
+                "best": best["option"],
+                "of_best": own[key] / best[key],
+                "control": again[key] / best[key],
+            }
+        )
+    if hvd.rank() == 0:
+        elements = sum(p.numel() for p in network(options).parameters())
+        result = {"elements": elements, "cases": cases, "verdicts": verdicts}
+        Path(options.worker).write_text(json.dumps(result))
+    hvd.shutdown()
+
+
+def say(case: dict[str, Any]) -> None:
+    if os.environ.get("HOROVOD_RANK", "0") == "0":
+        print({key: case[key] for key in ("option", "seconds", "gain", "rho")}, flush=True)
+
+
+def network(options: argparse.Namespace) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, options.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(options.hidden, options.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(options.hidden, 10),
+    )
+
+
+class Training:
+    """One model with its optimizer, and exact measures of what its compression does."""
+
+    def __init__(self, kind: Any, options: argparse.Namespace, compression: Any) -> None:
+        import horovod.torch as hvd
+        import torch
+        from sklearn.datasets import load_digits
+
+        import hvd_hetero as het
+
+        images, labels = load_digits(return_X_y=True)
+        self.x = torch.tensor(images / 16.0, dtype=torch.float32)
+        self.y = torch.tensor(labels)
+        self.random = torch.Generator().manual_seed(hvd.rank())
+        self.model = network(options)
+        self.optimizer: Any = het.DistributedOptimizer(
+            kind(self.model.parameters(), lr=options.lr),
+            named_parameters=self.model.named_parameters(),
+            compression=compression,
+            bucket_bytes=2**20,
+        )
+
+    def step(self, measure: bool = False) -> tuple[float, dict[str, float]]:
+        import horovod.torch as hvd
+        import torch
+
+        rows = torch.randint(0, len(self.x), (32,), generator=self.random)
+        hvd.barrier()
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self.model(self.x[rows]), self.y[rows])
+        loss.backward()
+        spent = time.perf_counter() - start
+        exchanger = self.optimizer._hetero.exchanger
+        before, own = None, None
+        if measure and exchanger.mode.cf is not None:
+            # Local gradients lie in p.grad until synchronize() writes what was summed.
+            own = flat(exchanger, lambda member: member.parameter.grad) / hvd.size()
+            before = residuals(exchanger)
+        start = time.perf_counter()
+        self.optimizer.step()
+        spent += time.perf_counter() - start
+        if own is None or before is None:
+            return spent, {"gain": 1.0, "rho": 0.0}
+        after = residuals(exchanger)
+        a = own + before
+        energies = torch.stack([(a - after).square().sum(), a.square().sum()])
+        energies = hvd.allreduce(energies, op=hvd.Sum, name="energies")
+        held = hvd.allreduce(after, op=hvd.Sum, name="held").norm()
+        fresh = hvd.allreduce(own, op=hvd.Sum, name="fresh").norm()
+        return spent, {"gain": float(energies[0] / energies[1]), "rho": float(held / fresh)}
+
+
+def residuals(exchanger: Any) -> Any:
+    import torch
+
+    return torch.cat([bucket.feedback.residual.double() for bucket in exchanger.buckets])
+
+
+def flat(exchanger: Any, what: Any) -> Any:
+    import torch
+
+    return torch.cat(
+        [what(m).double().flatten() for bucket in exchanger.buckets for m in bucket.members]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Training without compression: how long it is kept, and when to look again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hvd_hetero.compression.spec import Adaptive
+from hvd_hetero.planning.choice import best, compressed, take
+from hvd_hetero.planning.choice import milliseconds as ms
+from hvd_hetero.planning.policy_state import Observation, PolicyState
+from hvd_hetero.planning.step_time import DENSE, Option
+from hvd_hetero.planning.worth import CHANGED, cost, least_loss
+
+MIN_WIN = 0.05  # predicted, of J, that justifies a change
+# How much worse what was never measured may be predicted to be and still be tried for a window:
+_LATER_LOOK = 1.15
+_MAX_WAIT_FACTOR = 16
+
+
+def while_dense(spec: Adaptive, state: PolicyState, seen: Observation) -> tuple[PolicyState, str]:
+    """Return the state after a window without compression, and the reason.
+
+    Waits, or looks earlier when the exposed exchange changes, or not at all where removing all of
+    it would not pay; after a window with samples, decides.
+    """
+    dense = cost(spec, state, seen, DENSE)
+    if state.dense_left <= 1 and seen.curves is not None:
+        option = best(spec, state, seen, compressed(spec, state, seen))
+        there = math.inf if option is None else cost(spec, state, seen, option)
+        numbers = f"J {ms(there)} with {option}, {ms(dense)} dense"
+        if option is not None and there < dense * _needed(state, option):
+            return take(state, option), f"compressing with {option}: {numbers}"
+        return stay_dense(spec, state, seen, numbers)
+    exposed = seen.exposed_seconds
+    reference = exposed if state.exposed_seconds is None else state.exposed_seconds
+    changed = max(exposed, reference) > CHANGED * min(exposed, reference)
+    hopeless = _is_hopeless(spec, state, seen)
+    if changed and not hopeless:
+        state = replace(state, dense_left=1, exposed_seconds=exposed)
+        return state, (
+            f"dense: the exchange that compute does not hide went from {ms(reference)} to "
+            f"{ms(exposed)}, measured in the next window"
+        )
+    left = max(state.dense_left - 1, 1)
+    if left == 1 and hopeless:
+        return stay_dense(spec, state, seen, f"only {ms(exposed)} of exchange are not hidden")
+    return replace(state, dense_left=left), f"dense: {left} windows of waiting left"
+
+
+def _needed(state: PolicyState, option: Option) -> float:
+    """Return below which share of dense's J that of ``option`` must be to be used instead."""
+    if state.on_trial:
+        return 1.0  # both were measured
+    settled = state.exposed_seconds is not None
+    tried = any(one.strategy == option.strategy for one in state.corrections)
+    return _LATER_LOOK if settled and not tried else 1.0 - MIN_WIN
+
+
+def stay_dense(
+    spec: Adaptive, state: PolicyState, seen: Observation, why: str
+) -> tuple[PolicyState, str]:
+    """Return the state in which dense is kept for the next wait, and the reason."""
+    wait = state.dense_wait
+    longer = min(2 * wait, _MAX_WAIT_FACTOR * spec.dense_wait_windows)
+    state = replace(
+        state,
+        option=DENSE,
+        on_trial=False,
+        previous=None,
+        dense_left=wait,
+        dense_wait=longer,
+        exposed_seconds=seen.exposed_seconds,
+        compressed_windows=0,
+    )
+    return state, f"dense for at least {wait} windows: {why}"
+
+
+def _is_hopeless(spec: Adaptive, state: PolicyState, seen: Observation) -> bool:
+    """Whether even a step without any exposed exchange would not be worth compression."""
+    bound = (seen.step_seconds - seen.exposed_seconds) * least_loss(spec, state, seen)
+    return bound >= seen.step_seconds * (1.0 - MIN_WIN)
