@@ -66,7 +66,8 @@ class Adaptive(_NotACompressor):
         values: how kept values travel, ``"float16"`` (rounding errors stay in the residual, so
             nothing is lost) or ``"float32"``. float64 gradients always travel as float64.
         exchange: ``"allgather"``, ``"shared-index"``, or ``"auto"``: the least objective with
-            ``policy="model"``, else the fewer predicted seconds.
+            ``policy="model"``, the fewer predicted seconds with ``"gravac"``, and with
+            ``"fixed"``, whose runs repeat, an allgather unless it takes twice the bytes.
         do_no_harm: train without compression where that is measured to be no worse by
             ``objective``. Has no meaning for ``policy="fixed"``.
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hvd_hetero.compression.topk import SparseGradient, value_dtype
-from hvd_hetero.compression.wire import index_bytes, pack, packed_bytes, unpack
-from hvd_hetero.errors import check_choice
+from hvd_hetero.compression.topk import SparseGradient
+from hvd_hetero.compression.wire import pack, unpack
 from hvd_hetero.exchange.collectives import Collectives
-from hvd_hetero.planning.cost_model import (
-    allgather_bytes,
-    dense_bytes,
-    shared_index_bytes,
-    shared_value_bytes,
-)
+from hvd_hetero.planning.cost_model import allgather_bytes
 
 
 class AllgatherExchange:
@@ -72,29 +66,3 @@ class AllgatherExchange:
             output.index_add_(0, sparse.indices, sparse.values)
             self._nonfinite.append(nonfinite)
         return output
-
-
-def sparse_saves_bytes(
-    ranks: int, k: int, elements: int, dtype: torch.dtype, values_as: str, strategy: str
-) -> bool:
-    """Return True when ``strategy`` puts fewer bytes on the wire than a dense allreduce.
-
-    Args:
-        ranks: number of ranks.
-        k: entries kept out of ``elements``.
-        elements: d, the length of the bucket.
-        dtype: dtype of the gradients, in which the dense allreduce would send them.
-        values_as: one of ``wire.VALUE_FORMATS``.
-        strategy: "allgather" or "shared-index".
-
-    Raises:
-        ConfigurationError: an argument is out of range.
-        UnsupportedError: ``dtype`` is not real floating point.
-    """
-    check_choice("strategy", strategy, ("allgather", "shared-index"))
-    if strategy == "allgather":
-        sparse = allgather_bytes(ranks, packed_bytes(k, elements, dtype, values_as))
-    else:
-        value_bytes = shared_value_bytes(ranks, value_dtype(dtype).itemsize, values_as)
-        sparse = shared_index_bytes(ranks, index_bytes(k, elements), k, value_bytes)
-    return sparse < dense_bytes(ranks, elements, dtype.itemsize)

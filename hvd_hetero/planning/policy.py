@@ -5,7 +5,7 @@ for the next window, with the reason. Options are compared by J (``objective``) 
 corrected by measurement (``worth``). The rules, in the order in which they are tried:
 
 1. A window without a step time decides nothing.
-2. ``"fixed"``: the CF stays; only its exchange may change (rule 8).
+2. ``"fixed"``: factor and exchange stay, so that a run repeats whatever its timing.
 3. Run-away: a residual ratio above ``max_rho``, or a gradient whose energy is ten times its
    smoothed value, lowers the CF by one rung, at most every fourth window as a residual takes time
    to drain. No higher CF is used until twenty windows have lifted that cap by a rung. Nor is one
@@ -60,7 +60,7 @@ def start(
     """
     search = controller.start(spec)[0] if spec.policy == "gravac" else None
     first = exchange(spec, spec.min_cf, None, predicted or {})
-    reason = f"fixed at CF {spec.min_cf:g}"
+    reason = f"fixed at {first}"
     if spec.policy == "gravac":
         reason = f"search starts at min_cf {spec.min_cf:g}"
     elif spec.policy == "model":
@@ -110,9 +110,7 @@ def advance(
         return state, _decide(before, state, "kept: no step was timed")
     state = learn(state, observation)
     if spec.policy == "fixed":  # rule 2
-        option = exchange(spec, spec.min_cf, state.option, observation.predicted)
-        state = replace(state, option=option)
-        return state, _decide(before, state, f"fixed at CF {spec.min_cf:g}, by {option.strategy}")
+        return state, _decide(before, state, f"fixed at {state.option}")
     state, alarm = watch(spec, state, observation)  # rule 3
     if state.option.cf is not None:
         state = replace(state, compressed_windows=state.compressed_windows + 1)

@@ -18,14 +18,8 @@ import torch
 from hvd_hetero.compression.topk import value_dtype
 from hvd_hetero.compression.wire import index_bytes, packed_bytes
 from hvd_hetero.errors import ConfigurationError, check_choice, check_float
-from hvd_hetero.planning.cost_model import (
-    CostModel,
-    LocalCosts,
-    allgather_bytes,
-    dense_bytes,
-    shared_index_bytes,
-    shared_value_bytes,
-)
+from hvd_hetero.planning.cost_model import CostModel, LocalCosts, shared_value_bytes
+from hvd_hetero.planning.sparse_bytes import sparse_saves_bytes
 
 STRATEGIES = ("dense", "allgather", "shared-index")
 
@@ -126,17 +120,14 @@ def predict_options(
         local_costs: of the slowest rank.
         values_as: as in ``wire.pack``.
         rank_times: one per rank, in seconds of a step without compression's own work.
-        dtypes: of each bucket's gradients; None: all float32.
+        dtypes: in which each bucket would travel dense; None: all float32.
 
     Raises:
         ConfigurationError: numbers do not fit together.
     """
     types = [torch.float32] * len(bucket_elements) if dtypes is None else list(dtypes)
-    buckets = [
-        (elements, value_dtype(dtype).itemsize, dtype)
-        for elements, dtype in zip(bucket_elements, types, strict=True)
-    ]
-    dense = [cost_model.dense_seconds(elements, itemsize) for elements, itemsize, _ in buckets]
+    buckets = list(zip(bucket_elements, types, strict=True))
+    dense = [cost_model.dense_seconds(elements, dtype.itemsize) for elements, dtype in buckets]
     result = {DENSE: predict_step_seconds(rank_times, dense, 0.0, 0.0)}
     for cf in ladder:
         for strategy in strategies:
@@ -160,17 +151,15 @@ def _sparse_seconds(
     strategy: str,
     ranks: int,
     k: int,
-    bucket: tuple[int, int, torch.dtype],
+    bucket: tuple[int, torch.dtype],
     values_as: str,
     cost_model: CostModel,
 ) -> float | None:
     """Return the exchange seconds of a bucket, None where dense takes no more bytes."""
-    elements, itemsize, dtype = bucket
+    elements, dtype = bucket
+    if not sparse_saves_bytes(ranks, k, elements, dtype, values_as, strategy):
+        return None
     if strategy == "allgather":
-        packet = packed_bytes(k, elements, dtype, values_as)
-        sparse_bytes, seconds = allgather_bytes(ranks, packet), cost_model.allgather_seconds(packet)
-    else:
-        indices, width = index_bytes(k, elements), shared_value_bytes(ranks, itemsize, values_as)
-        sparse_bytes = shared_index_bytes(ranks, indices, k, width)
-        seconds = cost_model.shared_index_seconds(indices, k, width)
-    return seconds if sparse_bytes < dense_bytes(ranks, elements, itemsize) else None
+        return cost_model.allgather_seconds(packed_bytes(k, elements, dtype, values_as))
+    width = shared_value_bytes(ranks, value_dtype(dtype).itemsize, values_as)
+    return cost_model.shared_index_seconds(index_bytes(k, elements), k, width)

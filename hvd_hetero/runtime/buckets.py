@@ -125,6 +125,11 @@ class Bucket:
         """Whether Horovod can exchange these gradients in ``p.grad`` itself: it has no bfloat16."""
         return self._parameter_dtype in (torch.float16, torch.float32, torch.float64)
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """The type in which gradients travel without compression."""
+        return self._parameter_dtype if self.can_stay else self.dtype
+
     def gradient_or_zeros(self, member: Member) -> torch.Tensor:
         """Return ``p.grad``, made of zeros where there is none; frozen ones keep theirs."""
         parameter = member.parameter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from hvd_hetero.compression.allocation import allocate
 from hvd_hetero.compression.gain import Curves
 from hvd_hetero.compression.sample import GradientSample
 from hvd_hetero.compression.spec import Adaptive
+from hvd_hetero.compression.topk import k_for
 from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.planning import policy
 from hvd_hetero.planning.cost_model import CostModel, LocalCosts
 from hvd_hetero.planning.objective import Penalty, default_penalty
+from hvd_hetero.planning.sparse_bytes import repeatable_exchange
 from hvd_hetero.planning.step_time import Option, RankTimes, predict_options
 from hvd_hetero.runtime.agreement import Channel, Message
 from hvd_hetero.runtime.clock import wait_until
@@ -71,7 +74,7 @@ class CompressionControl:
         self._seconds_before = (0, 0.0, 0.0)
         self._steps = 0
         self.reason = f"dense for the first {spec.dense_steps} steps" if spec.dense_steps else ""
-        if self._needs_costs():
+        if spec.policy != "fixed":
             self._measure_costs()
         if spec.dense_steps == 0:
             self._begin()
@@ -234,9 +237,6 @@ class CompressionControl:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _needs_costs(self) -> bool:
-        return self.spec.policy != "fixed" or self.spec.exchange == "auto"
-
     def _measure_costs(self) -> None:
         largest = max(self._exchanger.buckets, key=lambda bucket: bucket.elements, default=None)
         if largest is None:
@@ -252,12 +252,22 @@ class CompressionControl:
         decision: Message | None = None
         if self._collectives.rank == 0:
             idle = [RankTimes(0.0, 0.0)] * self._collectives.size
-            predicted = self._predict(idle) if self._costs is not None else None
-            self._state, first = policy.start(self.spec, predicted)
+            predicted = self._predict(idle)
+            self._state, first = policy.start(self._resolved_spec(), predicted)
             decision = self._message(
                 first.cf, first.strategy, first.measure, first.reason, first.changed
             )
         self.apply(self._channel.broadcast(decision, "first"))
+
+    def _resolved_spec(self) -> Adaptive:
+        """Return the spec, for a fixed factor with its exchange decided once and for all."""
+        spec = self.spec
+        if spec.policy != "fixed" or spec.exchange != "auto":
+            return spec
+        elements = [bucket.elements for bucket in self._exchanger.buckets]
+        entries = [k_for(one, spec.min_cf) if one else 0 for one in elements]
+        how = repeatable_exchange(self._collectives.size, entries, elements, spec.values)
+        return replace(spec, exchange=how)
 
     def _prepare_sample(self) -> None:
         """Have a sample of the buckets as they are now."""
@@ -311,7 +321,7 @@ class CompressionControl:
             self._local,
             spec.values,
             rank_times,
-            dtypes=[bucket.dtype for bucket in self._exchanger.buckets],
+            dtypes=[bucket.dense_dtype for bucket in self._exchanger.buckets],
         )
 
     def _penalty(self) -> Penalty:

@@ -20,12 +20,13 @@ from hvd_hetero.compression.gain import energy
 from hvd_hetero.compression.sample import GradientSample
 from hvd_hetero.compression.topk import k_for
 from hvd_hetero.errors import BatchAccountingError, UnsupportedError
-from hvd_hetero.exchange.allgather import AllgatherExchange, sparse_saves_bytes
+from hvd_hetero.exchange.allgather import AllgatherExchange
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.exchange.dense import Compressor, DenseExchange
 from hvd_hetero.exchange.exchange import Exchange
 from hvd_hetero.exchange.in_place import InPlaceExchange
 from hvd_hetero.exchange.shared_index import SharedIndexExchange
+from hvd_hetero.planning.sparse_bytes import sparse_saves_bytes
 from hvd_hetero.runtime.buckets import Bucket, Member, build_buckets
 from hvd_hetero.runtime.clock import now_seconds, wait_until
 
@@ -388,11 +389,11 @@ class GradientExchanger:
             return 0
         known = bucket.index < len(self.mode.entries)
         k = self.mode.entries[bucket.index] if known else k_for(bucket.elements, cf)
-        saves = k < bucket.elements and sparse_saves_bytes(
+        saves = sparse_saves_bytes(
             self._collectives.size,
             k,
             bucket.elements,
-            bucket.dtype,
+            bucket.dense_dtype,
             self._values_as,
             self.mode.strategy,
         )

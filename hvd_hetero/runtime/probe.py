@@ -20,7 +20,7 @@ _LARGEST_BYTES = 1 << 24
 _FIRST_GROWTH = 64
 _GROWTHS = (8, 4, 2)
 _VISIBLE_RATIO = 3.0  # of the seconds of the largest and the smallest size
-_LEAST_PASSES = 3
+_WARM_UP_SECONDS = 0.05  # what takes longer is not warmed up: little changes beside it
 _MOST_PASSES = 15
 
 _LOCAL_ELEMENTS = 1 << 20
@@ -47,9 +47,11 @@ def measure_collectives(
     """Time collectives of growing sizes and return their costs, the same model on every rank.
 
     Every rank calls it at the same place; it blocks for about ``budget_seconds``, longer only
-    where three repetitions of what shows the cost of a byte do. All that is decided rests on
-    numbers that were exchanged, so no rank can run one collective more than another. The seconds
-    of a size are the median over repetitions.
+    where the cost of a byte does not show before. All that is decided rests on numbers that were
+    exchanged, so no rank can run one collective more than another.
+
+    1. Sizes grow as long as the next one still fits into the budget.
+    2. What is left of it repeats them, the smaller ones more often; medians count.
 
     Raises ExchangeTimeoutError when a collective takes longer than ``timeout_seconds``,
     ConfigurationError for a budget that is not positive.
@@ -60,47 +62,67 @@ def measure_collectives(
     session = _Session(collectives, timeout_seconds)
     start = now_seconds()
     sizes: list[list[_Probe]] = []
-    bytes: int | None = _SMALLEST_BYTES
-    while bytes is not None and bytes <= _LARGEST_BYTES:
-        added = session.probes_of(bytes)
-        sizes.append(added)
-        session.run(added)  # the first use of a name costs Horovod another round
-        elapsed = session.run(added, since=start)
-        bytes = _next_bytes(bytes, sizes, budget_seconds - elapsed)
-    probes = [probe for size in sizes for probe in size]
-    one_pass = 0.0
-    for passes in range(2, _MOST_PASSES + 1):
-        if passes > _LEAST_PASSES and elapsed + one_pass > budget_seconds:
+    next_size: tuple[int, bool] | None = _SMALLEST_BYTES, True
+    while next_size is not None:
+        bytes, warm_up = next_size
+        size = session.probes_of(bytes)
+        if warm_up:  # the first use of a name costs Horovod another round
+            session.run(size)
+            for probe in size:
+                probe.seconds.clear()
+        elapsed = session.run(size, since=start)
+        sizes.append(size)
+        next_size = _next_size(bytes, sizes, budget_seconds - elapsed)
+    for _ in range(_MOST_PASSES):
+        fitting = _fitting(sizes, budget_seconds - elapsed)
+        if not fitting:
             break
-        before, elapsed = elapsed, session.run(probes, since=start)
-        one_pass = elapsed - before
+        elapsed = session.run(fitting, since=start)
+    probes = [probe for size in sizes for probe in size]
     return CostModel(
         collectives.size, *(_curve([p for p in probes if p.kind == kind]) for kind in COLLECTIVES)
     )
 
 
-def _next_bytes(bytes: int, sizes: list[list[_Probe]], left_seconds: float) -> int | None:
-    """Return the next size to measure, None when no larger one fits into what is left."""
+def _next_size(
+    bytes: int, sizes: list[list[_Probe]], left_seconds: float
+) -> tuple[int, bool] | None:
+    """Return the next bytes to measure, and whether to warm up; None when no more fit."""
     if len(sizes) == 1:
-        return bytes * _FIRST_GROWTH
-    # The least of two uses: one that met with a busy core says nothing of larger messages.
-    times = [sum(min(probe.seconds) for probe in size) for size in sizes]
-    if times[-1] < _VISIBLE_RATIO * times[0] and left_seconds > 0.0:
-        # Bytes cost little beside latency so far: a slope from here would be noise.
-        return bytes * _GROWTHS[0]
-    repeats = _LEAST_PASSES - 1
+        return bytes * _FIRST_GROWTH, True
+    times = [_seconds_of(size) for size in sizes]
     for growth in _GROWTHS:
         # Straight on in bytes; the last size was at least twice the one before it.
         expected = times[-1] + growth * max(times[-1] - times[-2], 0.0)
-        if 2 * expected + repeats * (sum(times) + expected) <= left_seconds:
-            return bytes * growth
+        warm_up = expected < _WARM_UP_SECONDS
+        # As long as bytes cost little beside latency, a slope from here would be noise.
+        hidden = times[-1] < _VISIBLE_RATIO * times[0] and left_seconds > 0.0
+        if bytes * growth > _LARGEST_BYTES:
+            continue
+        if hidden or expected * (2 if warm_up else 1) <= left_seconds:
+            return bytes * growth, warm_up
     return None
+
+
+def _fitting(sizes: list[list[_Probe]], left_seconds: float) -> list[_Probe]:
+    """Return the probes of the smaller sizes, as many as can run within ``left_seconds``."""
+    probes: list[_Probe] = []
+    for size in sizes:
+        left_seconds -= _seconds_of(size)
+        if left_seconds < 0.0:
+            break
+        probes += size
+    return probes
+
+
+def _seconds_of(size: list[_Probe]) -> float:
+    return sum(median(probe.seconds) for probe in size)
 
 
 def _curve(probes: list[_Probe]) -> CostCurve:
     return CostCurve(
         tuple(float(probe.bytes) for probe in probes),
-        tuple(median(probe.seconds[1:]) for probe in probes),
+        tuple(median(probe.seconds) for probe in probes),
     )
 
 
@@ -117,7 +139,7 @@ class _Session:
         sizes = {
             "allreduce": bytes,
             "allgather": max(bytes // self._collectives.size, 4),
-            "broadcast": max(bytes // 4, 4),
+            "broadcast": max(bytes // 8, 4),
         }
         return [_Probe(kind, torch.zeros(sizes[kind] // 4)) for kind in COLLECTIVES]
 

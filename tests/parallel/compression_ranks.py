@@ -518,7 +518,8 @@ def train_and_save(folder: str, first: int, last: int, options: dict[str, Any]) 
     torch.manual_seed(0)
     model = wide(width=300)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = wrap(model, inner, compression=het.Compression.topk(**options))
+    compression = het.Compression.topk(**options)
+    optimizer = wrap(model, inner, compression=compression, bucket_bytes=4096)
     if first > 0:
         path = Path(folder) / f"{first}.{hvd.rank()}.pt"
         if path.exists():

@@ -63,4 +63,3 @@ def test_curves_become_json() -> None:
     values = json.loads(json.dumps(CURVES.to_dict()))
     assert values["cfs"] == [10.0, 100.0] and values["gain"] == [0.8, 0.2]
     assert values["bucket_entries"] == [[3.0, 4.0], [0.5, 0.2]]
-

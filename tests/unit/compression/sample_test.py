@@ -107,6 +107,14 @@ def test_rho_is_that_of_the_sum_over_ranks() -> None:
     assert curves.measurements == 32
 
 
+def test_rho_of_a_gradient_that_stays_the_same() -> None:
+    """Sketches of several steps add up by their squares, also where the steps are alike."""
+    sample = GradientSample([5000], CFS)
+    for _ in range(12):
+        feed(sample, noise(5000), residual=1.0)
+    assert read(sample).residual_ratio == pytest.approx(1.0, rel=0.15)
+
+
 def test_rho_of_noise_follows_the_gain() -> None:
     """Under independent noise rho = sqrt((1 - gain) / gain), whatever the number of ranks."""
     ranks = [GradientSample([30_000], CFS, sample_elements=30_000) for _ in range(3)]

@@ -76,21 +76,29 @@ def test_equals_textbook_error_feedback() -> None:
         assert shadow.offset == pytest.approx(residual, abs=1e-4)
 
 
-def test_a_high_factor_that_waits_several_steps_shows_the_same_gain() -> None:
-    steps = list(gradients(4000, 2500))
-    shadows = unprimed([800.0], 4000)
+def test_a_high_factor_that_waits_several_steps_shows_much_the_same_gain() -> None:
+    steps = list(gradients(16_000, 1600))
+    shadows = unprimed([3200.0], 16_000)
     assert shadows.shadows[0].every == 3
     for index, gradient in enumerate(steps):
-        if index == 1500:
+        if index == 600:
             shadows.end_window()
             shadows.shadows[0].clear()
         shadows.step(gradient)
     shadows.end_window()
     shadow = shadows.shadows[0]
-    energies = textbook(steps, 5)[0][1500:]
+    energies = textbook(steps, 5)[0][600:]
     expected = energies[:, 0].sum() / energies[:, 1].sum()
     assert shadow.kept / shadow.total == pytest.approx(expected, rel=0.05)
     assert shadow.entries.sum() == pytest.approx(5 * 1000, abs=15)
+
+
+def test_energy_over_several_steps_is_that_of_a_steady_rise() -> None:
+    """Before the entries of three steps are taken out it stood at 1/3, 2/3 and all of the rise."""
+    shadow = unprimed([2.0], 4).shadows[0]
+    shadow.take = 1.0 / 3.0
+    shadow.take_out(np.asarray([3.0, 1.0, 0.0, 0.0], np.float32), 3, np.empty(4, np.float32))
+    assert (shadow.kept, shadow.total) == (9.0, (1 + 3) + (1 + 6) + (1 + 9))
 
 
 def test_thinning_keeps_the_gain_of_low_factors() -> None:

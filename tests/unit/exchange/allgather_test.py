@@ -9,8 +9,7 @@ import torch
 
 from hvd_hetero.compression.topk import Selector, SparseGradient
 from hvd_hetero.compression.wire import VALUE_FORMATS, packed_bytes
-from hvd_hetero.errors import ConfigurationError
-from hvd_hetero.exchange.allgather import AllgatherExchange, sparse_saves_bytes
+from hvd_hetero.exchange.allgather import AllgatherExchange
 from hvd_hetero.exchange.collectives import SingleProcess
 from hvd_hetero.exchange.exchange import Exchange
 from hvd_hetero.testing.threads import Fault, ThreadCollectives, ThreadWorld
@@ -89,29 +88,3 @@ def test_nothing_selected_by_any_rank() -> None:
         exchange = AllgatherExchange(SingleProcess(), sparse, "bucket", "float16")
         assert exchange.finish(torch.ones(elements)).tolist() == [0.0] * elements
         assert not exchange.nonfinite
-
-
-@pytest.mark.parametrize("strategy", ["allgather", "shared-index"])
-def test_tiny_gradients_are_known_not_to_pay(strategy: str) -> None:
-    """S28: a bias of 3 elements must not cost more bytes than sending it dense."""
-
-    def saves(ranks: int, k: int, elements: int) -> bool:
-        return sparse_saves_bytes(ranks, k, elements, torch.float32, "float16", strategy)
-
-    assert not saves(2, 0, 0)
-    assert not saves(1, 1, 10**6)
-    assert saves(2, 10**5, 10**6)
-    if strategy == "allgather":
-        assert not saves(2, 1, 3) and not saves(2, 1, 1)
-        assert saves(2, 10**4, 10**6) and not saves(64, 10**5, 10**6)
-
-
-def test_half_gradients_pay_less_often() -> None:
-    """Two bytes a value dense; sparse ones carry their index besides."""
-    for dtype, saves in ((torch.float32, True), (torch.bfloat16, False)):
-        assert sparse_saves_bytes(2, 500, 1000, dtype, "float32", "allgather") == saves
-
-
-def test_unknown_strategies_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="strategy='ring'"):
-        sparse_saves_bytes(2, 1, 10, torch.float32, "float16", "ring")

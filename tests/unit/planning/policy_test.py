@@ -164,6 +164,43 @@ def test_gravac_tries_dense_for_a_window_and_measures_both() -> None:
     assert all(decision.cf is not None for decision in decisions[2:])
 
 
+@pytest.mark.parametrize(("dense_seconds", "stays"), [(0.97, True), (1.0, True), (1.03, False)])
+def test_after_a_trial_the_measured_decide_without_a_margin(
+    dense_seconds: float, stays: bool
+) -> None:
+    world = World(replace(GRAVAC, objective="gain", exchange="allgather"), 1e9)
+    ten = Option(10.0, "allgather")
+    predicted = {DENSE: 1.0, ten: world.gain(10.0)}  # J is 1 for both
+    state, decision = start(world.spec)
+    seen = replace(world.observe(decision), predicted=predicted, step_seconds=predicted[ten])
+    state, decision = advance(world.spec, state, seen)
+    assert decision.option == DENSE
+    seen = replace(world.observe(decision), predicted=predicted, step_seconds=dense_seconds)
+    _, decision = advance(world.spec, state, seen)
+    assert decision.option == (DENSE if stays else ten)
+
+
+@pytest.mark.parametrize(("other_seconds", "changes"), [(0.97, False), (0.9, True)])
+def test_a_small_win_is_not_worth_a_change(other_seconds: float, changes: bool) -> None:
+    spec = replace(MODEL, objective="gain", exchange="allgather")
+    world = World(spec, 1e9)
+    ten, twenty = Option(10.0, "allgather"), Option(20.0, "allgather")
+    state = replace(start(spec)[0], option=ten)
+    seen = replace(
+        world.observe(start(spec)[1]),
+        option=ten,
+        step_seconds=world.gain(10.0),
+        predicted={
+            DENSE: 9.0,
+            ten: world.gain(10.0),
+            twenty: other_seconds * world.gain(20.0),
+        },
+    )
+    _, decision = advance(spec, state, seen)
+    assert decision.option == (twenty if changes else ten)
+    assert ("less than 5% to win" in decision.reason) != changes
+
+
 def test_fixed_is_never_dense() -> None:
     world = World(FIXED, 1e6 * MEGABIT, compress_scale=10.0)
     _, decisions = run(world, 10)
@@ -263,18 +300,27 @@ def test_the_lowest_factor_stays_whatever_runs_away() -> None:
 
 
 def test_the_exchange_follows_the_seconds_with_hysteresis() -> None:
-    world = World(FIXED, 100 * MEGABIT)
-    predicted = world.step_seconds()
+    spec = replace(GRAVAC, min_cf=100, max_cf=100, eps=0.001, do_no_harm=False)
+    world = World(spec, 100 * MEGABIT)
     gathered, shared = Option(100.0, "allgather"), Option(100.0, "shared-index")
-    state, decision = start(FIXED, predicted | {gathered: 1.0, shared: 0.5})
+    state, decision = start(spec, world.step_seconds() | {gathered: 1.0, shared: 0.5})
     assert decision.option == shared and not decision.changed
     for slower, expected in ((1.05, shared), (1.2, gathered)):
         seen = replace(world.observe(decision), predicted={gathered: 1.0, shared: slower})
-        _, then = advance(FIXED, state, seen)
+        _, then = advance(spec, state, seen)
         assert then.option == expected
-    assert start(FIXED)[1].option == gathered
-    forced = replace(FIXED, exchange="shared-index")
+    assert start(spec)[1].option == gathered
+    forced = replace(spec, exchange="shared-index")
     assert start(forced, {gathered: 0.1, shared: 9.0})[1].option == shared
+
+
+def test_fixed_keeps_its_exchange_whatever_the_seconds() -> None:
+    """Else a run at a fixed factor would not repeat."""
+    world = World(FIXED, 100 * MEGABIT)
+    gathered, shared = Option(100.0, "allgather"), Option(100.0, "shared-index")
+    state, decision = start(FIXED)
+    seen = replace(world.observe(decision), predicted={gathered: 9.0, shared: 0.1})
+    assert advance(FIXED, state, seen)[1].option == decision.option == gathered
 
 
 def test_what_was_measured_corrects_what_is_predicted() -> None:
