@@ -68,7 +68,11 @@ def main() -> None:
         output = Path(folder) / "cases.json"
         command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
         try:
-            with nullcontext() if problem else Lab(options.ranks, options.rate) as lab:
+            with (
+                nullcontext()
+                if problem
+                else Lab(options.ranks, options.rate, name="hetpol", subnet="10.97.0") as lab
+            ):
                 run_ranks(
                     [*command, "--worker", str(output)],
                     options.ranks,

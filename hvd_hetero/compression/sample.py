@@ -25,7 +25,7 @@ from hvd_hetero.errors import ConfigurationError, check_float, check_int
 
 # Measured (benchmarks/shadow.py): 65,536 coordinates tell every gain up to CF 1000 within 5 %, a
 # quarter of them within 10 %. A 48th of the model costs a quarter of compressing it at most.
-_LEAST_SAMPLE, _LARGEST_SAMPLE, _MODEL_SHARE = 1 << 14, 1 << 16, 48
+_LEAST_SAMPLE, _LARGEST_SAMPLE, _MODEL_SHARE = 1 << 14, 1 << 16, 128
 _MOMENTARY_STEPS = 4
 _NUMBERS = ("_steps", "_looks", "_raw", "_total", "_turn", "_threshold")
 
@@ -36,8 +36,8 @@ class GradientSample:
     Args:
         bucket_elements: length of every bucket.
         cfs: compression factors to measure.
-        device: where the buckets lie.
-        sample_elements: size of the sample, the whole model where that is smaller; None: a 48th
+        device: where the buckets lie, or most of them.
+        sample_elements: size of the sample, the whole model where that is smaller; None: a 128th
             of the model, between 16,384 and 65,536.
         seed: of coordinates and signs; equal on all ranks.
 
@@ -145,7 +145,10 @@ class GradientSample:
         indices, place, values = self._indices[bucket], into[begin:end], values.detach()
         if indices is None:
             place.copy_(values)
-        elif values.dtype == place.dtype:
+            return
+        if indices.device != values.device:  # buckets may lie on several devices
+            self._indices[bucket] = indices = indices.to(values.device)
+        if (values.dtype, values.device) == (place.dtype, place.device):
             torch.index_select(values, 0, indices, out=place)
         else:
             place.copy_(values.index_select(0, indices))
@@ -178,11 +181,8 @@ class GradientSample:
             ConfigurationError: the length is not that of ``sums()``.
         """
         numbers = sums_over_ranks.cpu().numpy()
-        factors, buckets, levels = (
-            len(self.cfs),
-            len(self.bucket_elements),
-            list(self._shadows.offsets),
-        )
+        factors, buckets = len(self.cfs), len(self.bucket_elements)
+        levels = list(self._shadows.offsets)
         lengths = [5, factors, 2 * factors, factors * buckets]
         lengths += [many * SKETCH_SUMS for many in (factors, len(levels), 1)]
         if numbers.shape != (sum(lengths),):

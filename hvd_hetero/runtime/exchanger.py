@@ -112,6 +112,7 @@ class GradientExchanger:
         self._next_launch = 0
         self._exchanges = 0
         self._flush_steps_left = 0
+        self._flush_asked = False  # by the user
         self._residuals_open = False  # on any rank; decided by what was done, never by values
         self._where_it_lies: bool | None = None
         self.synchronized = False
@@ -245,6 +246,7 @@ class GradientExchanger:
                 bucket.feedback.commit()
             if self._flush_steps_left > 0:
                 self._flush_steps_left -= 1
+                self._flush_asked = self._flush_asked and self._flush_steps_left > 0
                 frozen = any(bucket.frozen_spans() for bucket in self.buckets)
                 if self._flush_steps_left == 0 and self.mode.cf is None and not frozen:
                     self._residuals_open = False
@@ -289,20 +291,27 @@ class GradientExchanger:
         """
         if mode.cf is not None:
             self._residuals_open = True
-        elif self.mode.cf is not None:
+            if not self._flush_asked:
+                self._flush_steps_left = 0
+        elif self.mode.cf is not None and not self._flush_asked:
             self._flush_steps_left = flush_steps
         self.mode = mode
 
     def flush(self, steps: int) -> None:
-        """Send the next ``steps`` steps dense, each with an equal part of the residual."""
+        """Send the next ``steps`` steps dense, each with an equal part of the residual.
+
+        A change of mode neither ends nor prolongs that.
+        """
         if self._residuals_open:
             self._flush_steps_left = steps
+            self._flush_asked = True
 
     def counters(self) -> dict[str, int]:
         """Return what besides residuals decides the next exchanges, alike on all ranks."""
         return {
             "exchanges": self._exchanges,
             "flush_steps_left": self._flush_steps_left,
+            "flush_asked": int(self._flush_asked),
             "residuals_open": int(self._residuals_open),
         }
 
@@ -311,6 +320,7 @@ class GradientExchanger:
         self._exchanges = int(counters["exchanges"])
         self._residuals_open = bool(counters["residuals_open"]) or self.mode.cf is not None
         self._flush_steps_left = int(counters["flush_steps_left"])
+        self._flush_asked = bool(counters["flush_asked"])
         if self.mode.cf is None and self._residuals_open:
             self._flush_steps_left = max(self._flush_steps_left, 1)
 

@@ -15,13 +15,13 @@ from hvd_hetero.exchange.collectives import Collectives, Handle
 from hvd_hetero.planning.cost_model import COLLECTIVES, CostCurve, CostModel, LocalCosts
 from hvd_hetero.runtime.clock import now_seconds, wait_until
 
-_SMALLEST_BYTES = 1 << 10
+_FIRST_BYTES = (1 << 10, 1 << 16)
 _LARGEST_BYTES = 1 << 24
-_FIRST_GROWTH = 64
 _GROWTHS = (8, 4, 2)
 _VISIBLE_RATIO = 3.0  # of the seconds of the largest and the smallest size
 _WARM_UP_SECONDS = 0.05  # what takes longer is not warmed up: little changes beside it
 _MOST_PASSES = 15
+_GROWING_SHARE = 0.9  # of the budget; the rest repeats
 
 _LOCAL_ELEMENTS = 1 << 20
 _LOCAL_CFS = (10.0, 1000.0)
@@ -50,8 +50,10 @@ def measure_collectives(
     where the cost of a byte does not show before. All that is decided rests on numbers that were
     exchanged, so no rank can run one collective more than another.
 
-    1. Sizes grow as long as the next one still fits into the budget.
-    2. What is left of it repeats them, the smaller ones more often; medians count.
+    1. Two sizes of each collective show latency and, maybe, the cost of a byte.
+    2. Sizes grow until the cost of a byte shows; those of the allreduce, which has the largest
+       messages to predict, as long as the next one still fits into the budget.
+    3. What is left of it repeats all sizes, or the smaller ones; medians count.
 
     Raises ExchangeTimeoutError when a collective takes longer than ``timeout_seconds``,
     ConfigurationError for a budget that is not positive.
@@ -60,63 +62,60 @@ def measure_collectives(
     if collectives.size == 1:
         return CostModel.free()
     session = _Session(collectives, timeout_seconds)
-    start = now_seconds()
-    sizes: list[list[_Probe]] = []
-    next_size: tuple[int, bool] | None = _SMALLEST_BYTES, True
-    while next_size is not None:
-        bytes, warm_up = next_size
-        size = session.probes_of(bytes)
-        if warm_up:  # the first use of a name costs Horovod another round
-            session.run(size)
-            for probe in size:
-                probe.seconds.clear()
-        elapsed = session.run(size, since=start)
-        sizes.append(size)
-        next_size = _next_size(bytes, sizes, budget_seconds - elapsed)
+    probes = {kind: [session.probe(kind, bytes) for bytes in _FIRST_BYTES] for kind in COLLECTIVES}
+    session.run(_in_order(probes), warm_up=True)
+    elapsed = session.run(_in_order(probes))
+    for kind in reversed(COLLECTIVES):  # the allreduce takes what the others leave
+        bytes: int | None = _FIRST_BYTES[-1]
+        while bytes is not None:
+            left_seconds = _GROWING_SHARE * budget_seconds - elapsed
+            bytes, warm_up = _next_bytes(bytes, probes[kind], left_seconds)
+            if bytes is not None:
+                larger = session.probe(kind, bytes)
+                if warm_up:
+                    session.run([larger], warm_up=True)
+                elapsed = session.run([larger])
+                probes[kind].append(larger)
+    elapsed = session.run(_in_order(probes, len(_FIRST_BYTES)))
     for _ in range(_MOST_PASSES):
-        fitting = _fitting(sizes, budget_seconds - elapsed)
+        fitting = _fitting(probes, budget_seconds - elapsed)
         if not fitting:
             break
-        elapsed = session.run(fitting, since=start)
-    probes = [probe for size in sizes for probe in size]
-    return CostModel(
-        collectives.size, *(_curve([p for p in probes if p.kind == kind]) for kind in COLLECTIVES)
-    )
+        elapsed = session.run(fitting)
+    return CostModel(collectives.size, *(_curve(probes[kind]) for kind in COLLECTIVES))
 
 
-def _next_size(
-    bytes: int, sizes: list[list[_Probe]], left_seconds: float
-) -> tuple[int, bool] | None:
-    """Return the next bytes to measure, and whether to warm up; None when no more fit."""
-    if len(sizes) == 1:
-        return bytes * _FIRST_GROWTH, True
-    times = [_seconds_of(size) for size in sizes]
+def _next_bytes(bytes: int, probes: list[_Probe], left_seconds: float) -> tuple[int | None, bool]:
+    """Return the next size to measure, None when no larger one fits, and whether to warm up."""
+    first, before, last = (median(probes[index].seconds) for index in (0, -2, -1))
+    # As long as bytes cost little beside latency, a slope from here would be noise.
+    hidden = last < _VISIBLE_RATIO * first and left_seconds > 0.0
     for growth in _GROWTHS:
         # Straight on in bytes; the last size was at least twice the one before it.
-        expected = times[-1] + growth * max(times[-1] - times[-2], 0.0)
+        expected = last + growth * max(last - before, 0.0)
         warm_up = expected < _WARM_UP_SECONDS
-        # As long as bytes cost little beside latency, a slope from here would be noise.
-        hidden = times[-1] < _VISIBLE_RATIO * times[0] and left_seconds > 0.0
-        if bytes * growth > _LARGEST_BYTES:
-            continue
-        if hidden or expected * (2 if warm_up else 1) <= left_seconds:
+        fits = expected * (2 if warm_up else 1) <= left_seconds
+        wanted = hidden or (fits and probes[0].kind == "allreduce")
+        if wanted and bytes * growth <= _LARGEST_BYTES:
             return bytes * growth, warm_up
-    return None
+    return None, False
 
 
-def _fitting(sizes: list[list[_Probe]], left_seconds: float) -> list[_Probe]:
-    """Return the probes of the smaller sizes, as many as can run within ``left_seconds``."""
-    probes: list[_Probe] = []
-    for size in sizes:
-        left_seconds -= _seconds_of(size)
-        if left_seconds < 0.0:
-            break
-        probes += size
-    return probes
+def _in_order(probes: dict[str, list[_Probe]], sizes: int | None = None) -> list[_Probe]:
+    """Return the probes of the smallest sizes (None: of all), kind by kind, sizes ascending.
+
+    So whatever one leaves behind, ranks that are ahead of others, is small beside the next one.
+    """
+    return [probe for kind in COLLECTIVES for probe in probes[kind][:sizes]]
 
 
-def _seconds_of(size: list[_Probe]) -> float:
-    return sum(median(probe.seconds) for probe in size)
+def _fitting(probes: dict[str, list[_Probe]], left_seconds: float) -> list[_Probe]:
+    """Return the probes of as many sizes as can run within ``left_seconds``."""
+    for sizes in range(max(map(len, probes.values())), 0, -1):
+        fitting = _in_order(probes, sizes)
+        if sum(median(probe.seconds) for probe in fitting) <= left_seconds:
+            return fitting
+    return []
 
 
 def _curve(probes: list[_Probe]) -> CostCurve:
@@ -132,36 +131,30 @@ class _Session:
     def __init__(self, collectives: Collectives, timeout_seconds: float) -> None:
         self._collectives = collectives
         self._timeout_seconds = timeout_seconds
+        self._start = now_seconds()
 
-    def probes_of(self, bytes: int) -> list[_Probe]:
-        """Return a probe of each kind that moves about ``bytes`` over a link."""
-        # A rank contributes little to a gather of packets, and indices are few beside values.
-        sizes = {
-            "allreduce": bytes,
-            "allgather": max(bytes // self._collectives.size, 4),
-            "broadcast": max(bytes // 8, 4),
-        }
-        return [_Probe(kind, torch.zeros(sizes[kind] // 4)) for kind in COLLECTIVES]
+    def probe(self, kind: str, bytes: int) -> _Probe:
+        """Return a probe that moves about ``bytes`` over a link, fewer for indices."""
+        ranks = self._collectives.size
+        share = {"allreduce": bytes, "allgather": bytes // ranks, "broadcast": bytes // 4}[kind]
+        return _Probe(kind, torch.zeros(max(share // 4, 1)))
 
-    def run(self, probes: list[_Probe], since: float | None = None) -> float:
-        """Run each probe once and add its seconds to it.
+    def run(self, probes: list[_Probe], warm_up: bool = False) -> float:
+        """Run each probe once and add its seconds to it, if not to warm up.
 
-        Returns the seconds since ``since`` on the rank where they are most.
+        Returns the seconds since the start of the session on the rank where they are most.
 
         An allreduce ends on all ranks about together, so the mean over ranks is what it takes: who
         starts early waits as much longer as who starts late waits shorter. The other two end
-        earlier on some ranks: the most count, and all ranks meet before the next probe.
+        earlier on some ranks: the most count.
         """
-        own = []
-        for probe in probes:
-            own.append(self._seconds(probe))
-            if probe.kind != "allreduce":
-                self._gather([0.0])
-        own.append(0.0 if since is None else now_seconds() - since)
+        own = [self._seconds(probe) for probe in probes]
+        own.append(now_seconds() - self._start)
         by_rank = self._gather(own)
         mean, most = by_rank.mean(dim=0).tolist(), by_rank.amax(dim=0).tolist()
-        for index, probe in enumerate(probes):
-            probe.seconds.append(mean[index] if probe.kind == "allreduce" else most[index])
+        if not warm_up:
+            for index, probe in enumerate(probes):
+                probe.seconds.append(mean[index] if probe.kind == "allreduce" else most[index])
         return float(most[-1])
 
     def _gather(self, own: list[float]) -> torch.Tensor:

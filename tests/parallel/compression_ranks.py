@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hvd_hetero as het
 from hvd_hetero.compression.topk import k_for
+from hvd_hetero.runtime.exchanger import SparsityMode
 from tests.parallel.scenarios import forced_sparse
 from tests.parallel.seam_tools import (
     Scenario,
@@ -549,3 +550,19 @@ def train_and_save(folder: str, first: int, last: int, options: dict[str, Any]) 
     hvd.barrier()
     hvd.shutdown()
     return [float(start.norm()), float(start.sum())]
+
+
+def alternate(steps: int) -> list[float]:
+    """Train while every step travels in another way than the one before; return the weights."""
+    hvd.init()
+    model = wide()
+    optimizer = wrap(model, plain_sgd(model), compression=het.Compression.topk(8, window=1000))
+    exchanger = exchanger_of(optimizer)
+    modes = [SparsityMode(8.0), SparsityMode(), SparsityMode(8.0, "shared-index"), SparsityMode()]
+    for step in range(steps):
+        exchanger.set_mode(modes[step % 4], flush_steps=1)
+        train(model, optimizer, [step], own_wide)
+    check_same_on_all_ranks(model)
+    weights = [float(value) for value in flat(model.parameters())]
+    hvd.shutdown()
+    return weights

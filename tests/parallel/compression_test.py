@@ -75,3 +75,14 @@ def test_another_number_of_ranks_loses_nothing(before: int, after: int, tmp_path
     for norm, total in starts:
         assert norm == pytest.approx(float(saved.norm()), rel=1e-6)
         assert total == pytest.approx(float(saved.sum()), rel=1e-4, abs=1e-6)
+
+
+def test_alternating_exchanges_do_not_mix_in_horovods_cache() -> None:
+    """S29: dense, allgather, dense, shared-index, ... with Horovod's response cache and without."""
+    kwargs = {"steps": 20}
+    cached = run_ranks(f"{RANKS}:alternate", 2, "mpirun", kwargs)
+    uncached = run_ranks(
+        f"{RANKS}:alternate", 2, "mpirun", kwargs, env={"HOROVOD_CACHE_CAPACITY": "0"}
+    )
+    assert cached == uncached
+    assert cached[0] == cached[1]

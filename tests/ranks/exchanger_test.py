@@ -423,3 +423,27 @@ def test_entries_decide_how_much_each_bucket_sends() -> None:
             assert left in (0, bucket.elements - k)  # 0 where dense sends fewer bytes
 
     ThreadWorld(2).run(work)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_change_of_mode_ends_only_a_flush_of_its_own(asked: bool) -> None:
+    """Back to compression before the residual is sent: at once, unless the user asked for it."""
+
+    def work(collectives: ThreadCollectives) -> list[str]:
+        exchanger = build(collectives)
+        kinds = []
+        for step, cf in enumerate([10.0, 10.0, None, 10.0, 10.0, 10.0]):
+            if step == 2 and asked:
+                exchanger.flush(3)
+            exchanger.set_mode(SparsityMode(cf), flush_steps=5)
+            backward(exchanger, collectives.rank, step, 0.5)
+            exchanger.synchronize()
+            exchanger.commit()
+            kinds.append(exchanger.take_strategy())
+        return kinds
+
+    dense_steps = 3 if asked else 1
+    kinds = ThreadWorld(2).run(work)[0]
+    assert ["allgather" not in kind for kind in kinds] == [
+        2 <= step < 2 + dense_steps for step in range(6)
+    ]
