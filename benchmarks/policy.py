@@ -3,24 +3,25 @@
     python benchmarks/policy.py [--objective gain,residual] [--json FILE]
 
 Ranks on hosts of a lab (``benchmarks/lab``: network namespaces, links shaped to --rate; root and
-iproute2) train the same network on scikit-learn's digits, one training after the other in one
-job: without compression, with every fixed factor and exchange, and with ``policy="model"``
-once for each objective. All last --windows windows (default 2) and then --steps steps, in which
-step seconds (median), gain and residual ratio are measured exactly, over all coordinates:
+iproute2) train the same network on scikit-learn's digits many times over in one job: without
+compression, with every fixed factor and exchange, and with ``policy="model"`` once for each
+objective. Every training first does --windows windows (default 2) by itself, after which the
+policy has made its choice and makes no other. Then all take one step after the other in turn,
+--steps times, in which step seconds (median), gain and residual ratio are measured, the last two
+exactly, over all coordinates:
 
     gain   sum over ranks of ||what is sent||^2 / sum over ranks of ||a||^2
     rho    ||sum over ranks of e|| / ||sum over ranks of r g||
     J      step seconds / gain, or step seconds * (1 + kappa * rho^p)
 
 ``of_best`` is J of the policy over the least J of the sweep; the bar is 1.05. ``control`` is the
-best option of the sweep trained and measured again.
+seconds of the sweep's best option in every second turn over those in the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -125,30 +126,6 @@ def work(options: argparse.Namespace) -> None:
     penalty = default_penalty(options.optimizer, options.lr)
     ladder = Adaptive(min_cf=options.min_cf, max_cf=options.max_cf).ladder()
 
-    def trained(name: str, compression: Any) -> dict[str, Any]:
-        training = Training(kind, options, compression)
-        for _ in range(options.windows * options.window):
-            training.step()
-        seconds, last = [], {}
-        for _ in range(options.steps):
-            taken, last = training.step(measure=True)
-            seconds.append(taken)
-        step_seconds = statistics.median(seconds)
-        mode = training.optimizer._hetero.exchanger.mode
-        # Ranks see the same steps; the slowest view counts.
-        step_seconds = max(hvd.allgather_object(step_seconds, name="seconds"))
-        option = "dense" if mode.cf is None else f"CF {mode.cf:g} {mode.strategy}"
-        return {
-            "training": name,
-            "option": option,
-            "cf": mode.cf,
-            "strategy": "dense" if mode.cf is None else mode.strategy,
-            "seconds": step_seconds,
-            **last,
-            "J gain": step_seconds / last["gain"],
-            "J residual": step_seconds * penalty.factor(last["rho"]),
-        }
-
     def fixed(option: tuple[float, str] | None) -> Any:
         if option is None:
             return het.Compression.adaptive(dense_steps=10**6)
@@ -156,14 +133,12 @@ def work(options: argparse.Namespace) -> None:
 
     sweep: list[tuple[float, str] | None] = [None]
     sweep += [(cf, how) for cf in ladder for how in ("allgather", "shared-index")]
-    cases, verdicts = [], []
-    for option in sweep:
-        name = "dense" if option is None else "fixed"
-        cases.append(trained(name, fixed(option)))
-        say(cases[-1])
-    swept = list(cases)
-    for objective in options.objective.split(","):
-        key = f"J {objective}"
+    trainings = [
+        Training("dense" if option is None else "fixed", kind, options, fixed(option))
+        for option in sweep
+    ]
+    objectives = options.objective.split(",")
+    for objective in objectives:
         compression = het.Compression.adaptive(
             policy="model",
             objective=objective,
@@ -171,18 +146,28 @@ def work(options: argparse.Namespace) -> None:
             max_cf=options.max_cf,
             window=options.window,
         )
-        own = trained(f"model, {objective}", compression)
-        best = min(swept, key=lambda case: case[key])
-        again = trained("again", fixed(sweep[swept.index(best)]))
-        cases += [own, again]
-        say(own)
+        trainings.append(Training(f"model, {objective}", kind, options, compression))
+    for training in trainings:
+        for _ in range(options.windows * options.window):
+            training.step()
+        training.decide_no_more()
+    for _ in range(options.steps):
+        for training in trainings:
+            training.step(measure=True)
+    cases = [training.case(penalty) for training in trainings]
+    swept, chosen = cases[: len(sweep)], cases[len(sweep) :]
+    verdicts = []
+    for objective, own in zip(objectives, chosen, strict=True):
+        key = f"J {objective}"
+        best = min(range(len(swept)), key=lambda number: swept[number][key])
+        seconds = trainings[best].seconds
         verdicts.append(
             {
                 "objective": objective,
                 "chosen": own["option"],
-                "best": best["option"],
-                "of_best": own[key] / best[key],
-                "control": again[key] / best[key],
+                "best": swept[best]["option"],
+                "of_best": own[key] / swept[best][key],
+                "control": statistics.median(seconds[::2]) / statistics.median(seconds[1::2]),
             }
         )
     if hvd.rank() == 0:
@@ -190,11 +175,6 @@ def work(options: argparse.Namespace) -> None:
         result = {"elements": elements, "cases": cases, "verdicts": verdicts}
         Path(options.worker).write_text(json.dumps(result))
     hvd.shutdown()
-
-
-def say(case: dict[str, Any]) -> None:
-    if os.environ.get("HOROVOD_RANK", "0") == "0":
-        print({key: case[key] for key in ("option", "seconds", "gain", "rho")}, flush=True)
 
 
 def network(options: argparse.Namespace) -> Any:
@@ -213,13 +193,16 @@ def network(options: argparse.Namespace) -> Any:
 class Training:
     """One model with its optimizer, and exact measures of what its compression does."""
 
-    def __init__(self, kind: Any, options: argparse.Namespace, compression: Any) -> None:
+    def __init__(self, name: str, kind: Any, options: argparse.Namespace, compression: Any) -> None:
         import horovod.torch as hvd
         import torch
         from sklearn.datasets import load_digits
 
         import hvd_hetero as het
 
+        self.name = name
+        self.seconds: list[float] = []
+        self.gain, self.rho = 1.0, 0.0
         images, labels = load_digits(return_X_y=True)
         self.x = torch.tensor(images / 16.0, dtype=torch.float32)
         self.y = torch.tensor(labels)
@@ -232,7 +215,12 @@ class Training:
             bucket_bytes=2**20,
         )
 
-    def step(self, measure: bool = False) -> tuple[float, dict[str, float]]:
+    def decide_no_more(self) -> None:
+        """Stay with the option in force."""
+        self.optimizer._hetero._coordinator.control = None
+
+    def step(self, measure: bool = False) -> None:
+        """Train one step; ``measure``: keep its seconds, its gain and its residual ratio."""
         import horovod.torch as hvd
         import torch
 
@@ -251,16 +239,35 @@ class Training:
             before = residuals(exchanger)
         start = time.perf_counter()
         self.optimizer.step()
-        spent += time.perf_counter() - start
+        if measure:
+            self.seconds.append(spent + time.perf_counter() - start)
         if own is None or before is None:
-            return spent, {"gain": 1.0, "rho": 0.0}
+            return
         after = residuals(exchanger)
         a = own + before
         energies = torch.stack([(a - after).square().sum(), a.square().sum()])
         energies = hvd.allreduce(energies, op=hvd.Sum, name="energies")
         held = hvd.allreduce(after, op=hvd.Sum, name="held").norm()
         fresh = hvd.allreduce(own, op=hvd.Sum, name="fresh").norm()
-        return spent, {"gain": float(energies[0] / energies[1]), "rho": float(held / fresh)}
+        self.gain, self.rho = float(energies[0] / energies[1]), float(held / fresh)
+
+    def case(self, penalty: Any) -> dict[str, Any]:
+        """Return what was measured; the slowest rank's view of the seconds counts."""
+        import horovod.torch as hvd
+
+        mode = self.optimizer._hetero.exchanger.mode
+        seconds = max(hvd.allgather_object(statistics.median(self.seconds), name="seconds"))
+        return {
+            "training": self.name,
+            "option": "dense" if mode.cf is None else f"CF {mode.cf:g} {mode.strategy}",
+            "cf": mode.cf,
+            "strategy": "dense" if mode.cf is None else mode.strategy,
+            "seconds": seconds,
+            "gain": self.gain,
+            "rho": self.rho,
+            "J gain": seconds / self.gain,
+            "J residual": seconds * penalty.factor(self.rho),
+        }
 
 
 def residuals(exchanger: Any) -> Any:

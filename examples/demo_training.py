@@ -136,7 +136,9 @@ def train(name: str, seed: int, data: Images, settings: Settings, progress: Prog
             optimizer, model.named_parameters(), balancer=balancer, log=log
         )
     else:
-        compression = het.Compression.adaptive(eps=settings.eps)
+        # On one machine the network is memory, and doing no harm would mean to send dense; the demo
+        # is to show what compression does.
+        compression = het.Compression.adaptive(eps=settings.eps, do_no_harm=False)
         optimizer = het.DistributedOptimizer(
             optimizer, model.named_parameters(), compression, balancer=balancer, log=log
         )
