@@ -23,11 +23,13 @@ from hvd_hetero.compression.sketch import SKETCH_SUMS, Sketch
 from hvd_hetero.compression.topk import k_for
 from hvd_hetero.errors import ConfigurationError, check_float, check_int
 
-# Measured (benchmarks/shadow.py): 65,536 coordinates tell every gain up to CF 1000 within 5 %, a
-# quarter of them within 10 %. A 48th of the model costs a quarter of compressing it at most.
-_LEAST_SAMPLE, _LARGEST_SAMPLE, _MODEL_SHARE = 1 << 14, 1 << 16, 128
+# Measured (benchmarks/shadow.py, 0.9 and 4.1 million parameters): 16,384 coordinates tell every
+# gain up to CF 1000 within 5 %. Higher factors take less than ten of them a step, so large models,
+# where it costs nothing to speak of, get more. From 2 million on it is a quarter of compression's
+# own time at most; below, about a millisecond.
+_LEAST_SAMPLE, _LARGEST_SAMPLE, _MODEL_SHARE = 1 << 14, 1 << 16, 256
 _MOMENTARY_STEPS = 4
-_NUMBERS = ("_steps", "_looks", "_raw", "_total", "_turn", "_threshold")
+_NUMBERS = ("_steps", "_looks", "_raw", "_raw_looked_at", "_total", "_turn", "_threshold")
 
 
 class GradientSample:
@@ -37,7 +39,7 @@ class GradientSample:
         bucket_elements: length of every bucket.
         cfs: compression factors to measure.
         device: where the buckets lie, or most of them.
-        sample_elements: size of the sample, the whole model where that is smaller; None: a 128th
+        sample_elements: size of the sample, the whole model where that is smaller; None: a 256th
             of the model, between 16,384 and 65,536.
         seed: of coordinates and signs; equal on all ranks.
 
@@ -128,6 +130,7 @@ class GradientSample:
             return False
         self._turn += 1
         self._looks += 1
+        self._raw_looked_at += raw
         self._total += total
         magnitudes = np.abs(compensated)
         most = math.ceil(max(self._takes, default=0.0))
@@ -163,7 +166,7 @@ class GradientSample:
         self._shadows.end_window()
         shadows = self._shadows.shadows
         parts: list[Any] = [
-            [1.0, self._steps, self._looks, self._raw, self._total],
+            [1.0, self._steps, self._looks, self._raw, self._raw_looked_at, self._total],
             self._momentary,
             *([shadow.kept, shadow.total] for shadow in shadows),
             *(shadow.entries for shadow in shadows),
@@ -183,7 +186,7 @@ class GradientSample:
         numbers = sums_over_ranks.cpu().numpy()
         factors, buckets = len(self.cfs), len(self.bucket_elements)
         levels = list(self._shadows.offsets)
-        lengths = [5, factors, 2 * factors, factors * buckets]
+        lengths = [6, factors, 2 * factors, factors * buckets]
         lengths += [many * SKETCH_SUMS for many in (factors, len(levels), 1)]
         if numbers.shape != (sum(lengths),):
             raise ConfigurationError(
@@ -193,12 +196,13 @@ class GradientSample:
         head, kept, energies, entries, residuals, gradients, left = np.split(
             numbers, np.cumsum(lengths)[:-1]
         )
-        ranks, steps, looks, raw, total = (float(number) for number in head)
+        ranks, steps, looks, raw, raw_looked_at, total = (float(number) for number in head)
         energies, entries = energies.reshape(factors, 2), entries.reshape(factors, buckets)
         residuals = residuals.reshape(factors, SKETCH_SUMS)
-        per_look = ranks / looks if looks else 0.0
+        # Sketches know of some steps only; how much these stand out is known of each rank's own.
+        per_step = ranks * raw / (steps * raw_looked_at) if steps and raw_looked_at else 0.0
         energy = {
-            stride: float(np.dot(sketch, sketch)) * per_look
+            stride: float(np.dot(sketch, sketch)) * per_step
             for stride, sketch in zip(levels, gradients.reshape(-1, SKETCH_SUMS), strict=True)
         }
         strides = self._shadows.strides
@@ -224,7 +228,7 @@ class GradientSample:
 
     def _clear(self) -> None:
         self._steps = self._looks = 0
-        self._raw = self._total = 0.0
+        self._raw = self._raw_looked_at = self._total = 0.0
         self._momentary = np.zeros(len(self.cfs))
         self._gradient_sketches = {
             stride: np.zeros(SKETCH_SUMS) for stride in self._shadows.offsets

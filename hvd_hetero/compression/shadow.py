@@ -75,11 +75,11 @@ class Shadow:
         before, kept = float(np.dot(magnitudes, magnitudes)), 0.0
         if due:
             indices, self.threshold = largest(magnitudes, due, self.threshold)
-            taken = magnitudes[indices]
+            taken = magnitudes.take(indices)
             kept = float(np.dot(taken, taken))
-            ends = np.searchsorted(indices, self._buckets)
+            ends = indices.searchsorted(self._buckets)
             self.entries += ends[1:] - ends[:-1]
-            self.offset[indices] = -summed[indices]
+            self.offset[indices] = -summed.take(indices)
         # Over the steps the energy rose from before - kept to before.
         self.kept += kept
         self.total += steps * (before - kept) + kept * (steps + 1) / 2
@@ -191,16 +191,19 @@ def largest(magnitudes: Floats, k: int, threshold: float) -> tuple[NDArray[np.in
     """
     if k >= magnitudes.size:
         return np.arange(magnitudes.size), 0.0
-    indices = np.flatnonzero(magnitudes >= np.float32(threshold * _SLACK))
+    # Methods of arrays: numpy's functions of the same names cost as much as what they do here.
+    indices = (magnitudes >= np.float32(threshold * _SLACK)).nonzero()[0]
     if not k <= indices.size <= magnitudes.size // 2:
         indices = np.arange(magnitudes.size)
-    candidates = magnitudes[indices]
-    kth = np.partition(candidates, candidates.size - k)[candidates.size - k]
-    chosen = np.flatnonzero(candidates >= kth)
+    candidates = magnitudes.take(indices)
+    place, ordered = candidates.size - k, candidates.copy()
+    ordered.partition(place)
+    kth = ordered[place]
+    chosen = (candidates >= kth).nonzero()[0]
     if chosen.size > k:
-        ties = np.flatnonzero(candidates[chosen] == kth)
+        ties = (candidates.take(chosen) == kth).nonzero()[0]
         chosen = np.delete(chosen, ties[k - chosen.size :])
-    return indices[chosen], float(kth)
+    return indices.take(chosen), float(kth)
 
 
 def _stride(size: int, take: float) -> int:

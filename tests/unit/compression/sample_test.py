@@ -177,7 +177,7 @@ def test_a_dropped_step_leaves_no_trace() -> None:
 
 
 def test_the_size_follows_the_model_between_bounds() -> None:
-    sizes = [GradientSample([d], CFS).size for d in (1000, 100_000, 4_000_000, 20_000_000)]
+    sizes = [GradientSample([d], CFS).size for d in (1000, 100_000, 8_000_000, 20_000_000)]
     assert sizes == [1000, 16_384, 31_250, 65_536]
 
 
