@@ -13,7 +13,6 @@ from hvd_hetero.compression.fixed_point import (
     quantize,
     step_for,
     unpack_fields,
-    words_for,
 )
 from hvd_hetero.compression.topk import value_dtype
 from hvd_hetero.compression.wire import (
@@ -24,9 +23,8 @@ from hvd_hetero.compression.wire import (
 )
 from hvd_hetero.errors import ConfigurationError, check_choice, check_int
 from hvd_hetero.exchange.collectives import Collectives, Handle
-from hvd_hetero.planning.cost_model import shared_index_bytes, shared_value_bytes
-
-_STEP_BYTES = 4
+from hvd_hetero.planning.cost_model import shared_value_bytes
+from hvd_hetero.planning.sparse_bytes import STEP_BYTES, sparse_bytes
 
 
 class SharedIndexExchange:
@@ -91,11 +89,10 @@ class SharedIndexExchange:
         itemsize = self._wire_dtype.itemsize
         self._fixed_point = shared_value_bytes(ranks, itemsize, values_as) < itemsize
         self._index_bytes = index_bytes(k, values.numel())
-        first_bytes, words, word_bytes = self._index_bytes, k, itemsize
-        if self._fixed_point:
-            first_bytes, words, word_bytes = first_bytes + _STEP_BYTES, words_for(k, ranks), 8
-        # One word more: the count of ranks that are not finite.
-        self.sent_bytes = shared_index_bytes(ranks, first_bytes, words + 1, word_bytes)
+        first_bytes = self._index_bytes + (STEP_BYTES if self._fixed_point else 0)
+        self.sent_bytes = sparse_bytes(
+            ranks, k, values.numel(), values.dtype, values_as, self.strategy
+        )
         self._sums: Handle | None = None
         packet = self._pack_first(first_bytes)
         self._first: Handle = collectives.broadcast_async(packet, leader, f"{name}.shared.indices")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 
+from hvd_hetero.compression.fixed_point import words_for
 from hvd_hetero.compression.topk import value_dtype
 from hvd_hetero.compression.wire import index_bytes, packed_bytes
 from hvd_hetero.errors import check_choice
@@ -15,6 +16,8 @@ from hvd_hetero.planning.cost_model import (
     shared_index_bytes,
     shared_value_bytes,
 )
+
+STEP_BYTES = 4  # of the fixed-point step that travels with the indices
 
 # An allgather carries every rank's own largest entries, so its residual is smaller at equal k.
 _WORTH_OF_OWN_CHOICE = 2.0
@@ -40,8 +43,12 @@ def sparse_bytes(
     check_choice("strategy", strategy, ("allgather", "shared-index"))
     if strategy == "allgather":
         return allgather_bytes(ranks, packed_bytes(k, elements, dtype, values_as))
-    value_bytes = shared_value_bytes(ranks, value_dtype(dtype).itemsize, values_as)
-    return shared_index_bytes(ranks, index_bytes(k, elements), k, value_bytes)
+    itemsize = value_dtype(dtype).itemsize
+    first_bytes, words, word_bytes = index_bytes(k, elements), k, itemsize
+    if shared_value_bytes(ranks, itemsize, values_as) < itemsize:  # as fixed-point numbers
+        first_bytes, words, word_bytes = first_bytes + STEP_BYTES, words_for(k, ranks), 8
+    # One word more: the count of ranks that are not finite.
+    return shared_index_bytes(ranks, first_bytes, words + 1, word_bytes)
 
 
 def sparse_saves_bytes(
@@ -56,24 +63,19 @@ def sparse_saves_bytes(
     return k < elements and sparse < dense_bytes(ranks, elements, dtype.itemsize)
 
 
-def repeatable_exchange(
-    ranks: int, entries: Sequence[int], elements: Sequence[int], values_as: str
-) -> str:
+def repeatable_exchange(ranks: int, cf: float, values_as: str) -> str:
     """Return the exchange for a factor that is fixed, so that a run repeats whatever its timing.
 
     An allgather, unless a rank receives more than twice the bytes of a shared-index exchange.
 
     Args:
         ranks: number of ranks.
-        entries: k of each bucket.
-        elements: d of each bucket.
+        cf: compression factor, at least 1.
         values_as: one of ``wire.VALUE_FORMATS``.
     """
+    k = 10_000  # headers do not matter
     own, shared = (
-        sum(
-            sparse_bytes(ranks, k, d, torch.float32, values_as, strategy)
-            for k, d in zip(entries, elements, strict=True)
-        )
+        sparse_bytes(ranks, k, math.ceil(k * cf), torch.float32, values_as, strategy)
         for strategy in ("allgather", "shared-index")
     )
     return "allgather" if own <= _WORTH_OF_OWN_CHOICE * shared else "shared-index"

@@ -14,7 +14,6 @@ from hvd_hetero.compression.allocation import allocate
 from hvd_hetero.compression.gain import Curves
 from hvd_hetero.compression.sample import GradientSample
 from hvd_hetero.compression.spec import Adaptive
-from hvd_hetero.compression.topk import k_for
 from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.planning import policy
@@ -264,9 +263,7 @@ class CompressionControl:
         spec = self.spec
         if spec.policy != "fixed" or spec.exchange != "auto":
             return spec
-        elements = [bucket.elements for bucket in self._exchanger.buckets]
-        entries = [k_for(one, spec.min_cf) if one else 0 for one in elements]
-        how = repeatable_exchange(self._collectives.size, entries, elements, spec.values)
+        how = repeatable_exchange(self._collectives.size, spec.min_cf, spec.values)
         return replace(spec, exchange=how)
 
     def _prepare_sample(self) -> None:

@@ -159,8 +159,7 @@ def biased_mean(cf: float | None, force_sparse: bool) -> dict[str, Any]:
         for (x,) in balancer.data_loader(data):
             optimizer.zero_grad()
             (w * x).mean().backward()
-            assert w.grad is not None
-            own = float(w.grad)
+            own = float(x.mean())  # the gradient; w.grad may be under way already
             optimizer.step()
     assert w.grad is not None
     return {"own": own, "reduced": float(w.grad), "moved": -float(w), "samples": len(x)}
