@@ -32,10 +32,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=21, help="rounds that count (default 21)")
     parser.add_argument("--settle", type=int, default=50, help="plugin steps before them")
-    parser.add_argument("--policy", default="gravac", help="gravac (default) or model")
+    parser.add_argument("--policy", choices=("gravac", "model"), default="gravac")
     parser.add_argument("--batch", type=int, default=64, help="samples of a rank and step")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error(f"--pairs {options.pairs}: at least 2, as their spread is the control")
     if not {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK"} & os.environ.keys():
         launcher = str(REPOSITORY / "tools" / "mpirun.py")
         script = [str(Path(__file__).resolve()), *sys.argv[1:]]
@@ -131,8 +133,8 @@ def measure(options: argparse.Namespace) -> None:
                 ]
             ],
         )
-        exchanger = optimizer._hetero.exchanger
-        print(f"compression at the end: {exchanger.mode}")
+        mode = optimizer._hetero.exchanger.mode
+        print("compression at the end:", "dense" if mode.cf is None else f"CF {mode.cf:g}")
         if options.json:
             write_json(options.json, [case])
 

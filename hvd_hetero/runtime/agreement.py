@@ -105,6 +105,7 @@ class MpiChannel:
         gathered = np.empty(int(starts[-1]), dtype=np.uint8)
         request = self._communicator.Iallgatherv(data, [gathered, sizes, starts[:-1], _byte_type()])
         self._wait(request, purpose)
+        self._part(purpose)
         return [_decode(gathered[a:b].tobytes()) for a, b in itertools.pairwise(starts)]
 
     def broadcast(self, message: Message | None, purpose: str) -> Message:
@@ -113,11 +114,23 @@ class MpiChannel:
         self._wait(self._communicator.Ibcast(size, root=0), purpose)
         buffer = data.copy() if message is not None else np.empty(int(size[0]), dtype=np.uint8)
         self._wait(self._communicator.Ibcast(buffer, root=0), purpose)
+        self._part(purpose)
         return _decode(buffer.tobytes())
 
+    def _part(self, purpose: str) -> None:
+        """Leave only once every rank has its message: a rank that ends takes MPI with it.
+
+        Who is still here when that happens has the message already, and goes on without an error.
+        """
+        request = self._communicator.Ibarrier()
+        wait_until(
+            lambda: not self._running() or bool(request.Test()),
+            self._timeout_seconds,
+            lambda: self._where(purpose),
+        )
+
     def _wait(self, request: Any, purpose: str) -> None:
-        rank = self._communicator.Get_rank()
-        where = f"rank {rank}: agreement '{self._prefix}.{purpose}' over mpi4py"
+        where = self._where(purpose)
 
         def done() -> bool:
             # A rank that ends shuts Horovod down on all, and MPI with it: then asking would crash.
@@ -129,6 +142,10 @@ class MpiChannel:
             return bool(request.Test())
 
         wait_until(done, self._timeout_seconds, lambda: where)
+
+    def _where(self, purpose: str) -> str:
+        rank = self._communicator.Get_rank()
+        return f"rank {rank}: agreement '{self._prefix}.{purpose}' over mpi4py"
 
 
 def _byte_type() -> Any:

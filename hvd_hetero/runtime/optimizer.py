@@ -255,7 +255,7 @@ def DistributedOptimizer(
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)
     refuse_join()
     stock._hetero = engine  # also tells a wrapped optimizer of ours from a stock one
-    _override_exchange(type(stock), engine, start_channel)
+    _override_exchange(type(stock), engine, start_channel, grad_scaler)
     _override_passes(
         type(stock), lambda passes: _check_divided(loss_divided_by_passes, passes, balancer)
     )
@@ -406,7 +406,9 @@ def _override_passes(cls: Any, check: Callable[[int], None]) -> None:
     cls.set_backward_passes_per_step = set_backward_passes_per_step
 
 
-def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesChannel) -> None:
+def _override_exchange(
+    cls: Any, engine: OptimizerEngine, channel: CollectivesChannel, grad_scaler: Any
+) -> None:
     """Put our exchange behind Horovod's hooks and methods."""
     torch_class = cls.__mro__[1]
     stock_load_state_dict = cls.load_state_dict
@@ -437,6 +439,13 @@ def _override_exchange(cls: Any, engine: OptimizerEngine, channel: CollectivesCh
                 "Run it before, and call step() without arguments"
             )
         if self._should_synchronize:
+            if grad_scaler is not None and getattr(grad_scaler, "is_enabled", lambda: True)():
+                raise UnsupportedError(
+                    "step() with grad_scaler outside `with optimizer.skip_synchronize():`: "
+                    "GradScaler has unscaled gradients whose exchange had begun. Call "
+                    "optimizer.synchronize() after backward, then scaler.unscale_(optimizer), and "
+                    "scaler.step(optimizer) inside `with optimizer.skip_synchronize():`"
+                )
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "

@@ -321,6 +321,22 @@ def a_skipped_mixed_precision_step() -> None:
         check_same_on_all_ranks(model)
 
 
+@scenario(1, 2)
+def a_scaler_without_synchronize_is_refused() -> None:
+    """GradScaler unscales what is under way; the recipe is named before anything is applied."""
+    model = wide()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    compression = het.Compression.topk(8)
+    optimizer = wrap(model, plain_sgd(model), compression=compression, grad_scaler=scaler)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, own_wide(0))).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with raises(het.UnsupportedError, "synchronize()", "scaler.unscale_", "skip_synchronize"):
+        scaler.step(optimizer)
+    check_close(model, before, 0)
+    optimizer.zero_grad()
+
+
 @scenario(2)
 def thrown_away_gradients() -> None:
     """A12: gradients of one optimizer, thrown away by zero_grad, leave no trace in it or others."""
