@@ -28,6 +28,7 @@ from hvd_hetero.errors import ConfigurationError, check_float, check_int
 # where it costs nothing to speak of, get more. From 2 million on it is a quarter of compression's
 # own time at most; below, about a millisecond.
 _LEAST_SAMPLE, _LARGEST_SAMPLE, _MODEL_SHARE = 1 << 14, 1 << 16, 256
+_SAFE_ENERGY = 1e-30
 _MOMENTARY_STEPS = 4
 _NUMBERS = ("_steps", "_looks", "_raw", "_raw_looked_at", "_total", "_turn", "_threshold")
 
@@ -101,7 +102,7 @@ class GradientSample:
     def end_step(self) -> None:
         """Measure what was taken; a step with a non-finite entry counts as dropped."""
         gradient = self._gradient.cpu().numpy()
-        raw = float(np.dot(gradient, gradient))
+        raw = _energy(gradient)
         if not math.isfinite(raw) or (self._momentary_due and not self._measure(gradient, raw)):
             self.drop_step()
             return
@@ -125,7 +126,7 @@ class GradientSample:
                 place = slice(int(self._offsets[bucket]), int(self._offsets[bucket + 1]))
                 self._compensated[place] = self._gradient[place]
         compensated = self._compensated.cpu().numpy()
-        total = float(np.dot(compensated, compensated))
+        total = _energy(compensated)
         if not math.isfinite(total):
             return False
         self._turn += 1
@@ -268,6 +269,15 @@ class GradientSample:
         for array, saved in zip(arrays, state["arrays"], strict=True):
             array[:] = saved.numpy()
         self._shadows.load_state_dict(state["shadows"])
+
+
+def _energy(values: Floats) -> float:
+    """Return the sum of squares, in float64 where squares leave the range of float32."""
+    energy = float(np.dot(values, values))
+    if not _SAFE_ENERGY < energy < math.inf:
+        wide = values.astype(np.float64)
+        energy = float(np.dot(wide, wide))
+    return energy
 
 
 def _one_in_each_run(elements: int, count: int, random: np.random.Generator) -> NDArray[np.int64]:

@@ -23,6 +23,7 @@ SCALINGS = ("geometric", "exponential")
 VALUES = ("float16", "float32")
 EXCHANGES = ("auto", "allgather", "shared-index")
 OBJECTIVES = ("gain", "residual")
+LARGEST_CF = 1e12  # no gradient has more elements
 
 
 class _NotACompressor:
@@ -141,9 +142,10 @@ class Adaptive(_NotACompressor):
         ):
             self._put(name, check_int(name, getattr(self, name), minimum=least))
         # A scaling factor barely above 1 would need thousands of windows; 1.01 already is odd.
+        for name in ("min_cf", "max_cf"):
+            value = check_float(name, getattr(self, name), minimum=1.0, maximum=LARGEST_CF)
+            self._put(name, value)
         for name, minimum in (
-            ("min_cf", 1.0),
-            ("max_cf", 1.0),
             ("omega", 0.0),
             ("dense_margin", 0.0),
             ("scaling_factor", 1.01),

@@ -42,7 +42,12 @@ class Penalty:
 
     def factor(self, rho: float) -> float:
         """Return by how much more steps are needed at residual ratio ``rho``; 1 at 0."""
-        return 1.0 + self.kappa * rho**self.exponent if rho > 0.0 else 1.0
+        if rho <= 0.0:
+            return 1.0
+        try:
+            return 1.0 + self.kappa * float(rho**self.exponent)
+        except OverflowError:
+            return math.inf
 
 
 def default_penalty(family: str, learning_rate: float, momentum: float = 0.0) -> Penalty:

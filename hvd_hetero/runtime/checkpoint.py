@@ -23,11 +23,12 @@ State = dict[str, Any]
 
 
 def residuals_by_name(exchanger: GradientExchanger) -> dict[str, torch.Tensor]:
-    """Return copies of the residuals in the shapes of their parameters; empty ones left out."""
+    """Return copies of the residuals in the shapes of their parameters; {} if all are empty."""
+    if all(bucket.feedback.is_empty for bucket in exchanger.buckets):
+        return {}
     return {
         member.name: bucket.feedback.residual[member.span].view(member.parameter.shape).clone()
         for bucket in exchanger.buckets
-        if not bucket.feedback.is_empty
         for member in bucket.members
     }
 

@@ -28,6 +28,7 @@ from hvd_hetero.runtime.probe import measure_collectives, measure_local
 
 logger = logging.getLogger("hvd_hetero")
 
+_TYPICAL_ELEMENTS = 1 << 20
 _ADAM_LIKE = (
     "Adadelta",
     "Adafactor",
@@ -72,6 +73,7 @@ class CompressionControl:
         self.curves: Curves | None = None
         self._seconds_before = (0, 0.0, 0.0)
         self._steps = 0
+        self._begun = False  # alike on all ranks
         self.reason = f"dense for the first {spec.dense_steps} steps" if spec.dense_steps else ""
         if spec.policy != "fixed":
             self._measure_costs()
@@ -83,15 +85,23 @@ class CompressionControl:
     def due(self, steps: int) -> bool:
         """Whether a window ends after ``steps`` steps; windows begin after the dense steps."""
         begun = steps - self.spec.dense_steps
-        return begun > 0 and begun % self.spec.window == 0
+        return self._begun and begun > 0 and begun % self.spec.window == 0
 
     def after_step(self, steps: int) -> bool:
         """Start compressing once the dense steps are over; return whether that was now."""
         self._steps = steps
-        if steps != self.spec.dense_steps:
+        if self._begun or steps < self.spec.dense_steps:
             return False
         self._begin()
         return True
+
+    def go_on_from(self, steps: int) -> None:
+        """Count on from ``steps`` without a saved state; on all ranks."""
+        self._steps = steps
+        if self._begun and steps < self.spec.dense_steps:
+            self._begun = False
+            self._exchanger.set_mode(SparsityMode(), flush_steps=1)
+        self.after_step(steps)
 
     def report(self) -> Message:
         """Return what rank 0 needs of this rank besides its timings, since the last report."""
@@ -192,6 +202,7 @@ class CompressionControl:
             "policy": None if self._state is None else self._state.to_dict(),
             "costs": None if self._costs is None else self._costs.to_dict(),
             "sample": None if sample is None else sample.state_dict(),
+            "sample_layout": None if sample is None else list(sample.bucket_elements),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], steps: int, same_ranks: bool) -> None:
@@ -220,6 +231,7 @@ class CompressionControl:
             self._exchanger.compress_seconds,
             self._exchanger.decode_seconds,
         )
+        self._begun = steps >= self.spec.dense_steps
         cf, strategy, entries, sample = state["mode"]
         same_layout = state["layout"] == self._exchanger.layout()
         self.reason = state["reason"]
@@ -229,25 +241,28 @@ class CompressionControl:
             self._costs = CostModel.from_dict(state["costs"])
         if sample:
             self._prepare_sample()
-            if same_layout and state["sample"] is not None and self._exchanger.sample is not None:
-                self._exchanger.sample.load_state_dict(state["sample"])
+            new = self._exchanger.sample
+            if new is not None and state["sample_layout"] == list(new.bucket_elements):
+                new.load_state_dict(state["sample"])
         mode = SparsityMode(cf, strategy, tuple(entries) if same_layout else (), sample)
         self._exchanger.set_mode(mode, self.spec.flush_steps)
 
     # ---- inside ---------------------------------------------------------------------------------
 
     def _measure_costs(self) -> None:
-        largest = max(self._exchanger.buckets, key=lambda bucket: bucket.elements, default=None)
-        if largest is None:
-            return
         self._costs = measure_collectives(self._collectives, self._timeout_seconds)
-        own = measure_local(largest.elements, largest.dtype, largest.feedback.work.device)
+        largest = max(self._exchanger.buckets, key=lambda bucket: bucket.elements, default=None)
+        if largest is None:  # all frozen as yet
+            own = measure_local(_TYPICAL_ELEMENTS, torch.float32, torch.device("cpu"))
+        else:
+            own = measure_local(largest.elements, largest.dtype, largest.feedback.work.device)
         everyone = self._channel.allgather({"local": own.to_dict()}, "costs")
         all_costs = [one["local"] for one in everyone]
         slowest = {name: max(one[name] for one in all_costs) for name in all_costs[0]}
         self._local = LocalCosts.from_dict(slowest)
 
     def _begin(self) -> None:
+        self._begun = True
         decision: Message | None = None
         if self._collectives.rank == 0:
             idle = [RankTimes(0.0, 0.0)] * self._collectives.size
@@ -270,6 +285,8 @@ class CompressionControl:
         """Have a sample of the buckets as they are now."""
         elements = [bucket.elements for bucket in self._exchanger.buckets]
         sample = self._exchanger.sample
+        if not elements:
+            return
         if sample is None or list(sample.bucket_elements) != elements:
             self._exchanger.sample = GradientSample(
                 elements, self.spec.ladder(), device=self._exchanger.buckets[0].feedback.work.device

@@ -44,9 +44,10 @@ from hvd_hetero.telemetry.sink import JsonLinesSink
 logger = logging.getLogger("hvd_hetero")
 
 _RECORD_WINDOW_STEPS = 10
-_SAME_BATCHES = (
-    "A rank has skipped a batch, or begun a pass over the loader that the others have not, as by "
-    "next(iter(loader)) on one rank: every rank must draw the same number of batches"
+_SAME_STEPS = (
+    "Ranks must freeze the same parameters and draw the same number of batches. Where the position "
+    "in the loader differs, a rank has skipped a batch, or begun a pass over the loader that the "
+    "others have not, as by next(iter(loader)) on one rank"
 )
 
 
@@ -191,6 +192,8 @@ class Coordinator:
         self._bytes_at_record = (steps, self._exchanger.sent_bytes)
         if self.control is not None and state is not None:
             self.control.load_state_dict(state, steps, same_ranks)
+        elif self.control is not None:
+            self.control.go_on_from(steps)
 
     # ---- one agreement --------------------------------------------------------------------------
 
@@ -200,7 +203,7 @@ class Coordinator:
         )
         with holding:
             reports = self._channel.allgather(self._report(due), "window")
-            verify_alike([report["alike"] for report in reports], _SAME_BATCHES)
+            verify_alike([report["alike"] for report in reports], _SAME_STEPS)
             sums = None
             if "compression" in due and self.control is not None:
                 sums = self.control.collect()
@@ -222,6 +225,8 @@ class Coordinator:
             report["alike"][f"(pass, batch) of the loader after step {self.steps}"] = position
         if "compression" in due and self.control is not None:
             report["seconds"] = self.control.report()
+            # A parameter frozen on one rank only holds back there what others have sent.
+            report["alike"]["frozen parameters"] = self._exchanger.frozen_parameters()
         return report
 
     def _decide(

@@ -223,6 +223,7 @@ class OptimizerEngine:
             RankMismatchError: ranks loaded different checkpoints.
         """
         self._refuse_open_step("load_hetero_state_dict")
+        self.abandon_step()
         ranks = self._coordinator.ranks
         state, residuals = state_for(states, self._coordinator.rank, ranks)
         verify_alike(
@@ -234,7 +235,7 @@ class OptimizerEngine:
         )
         put_residuals(self.exchanger, residuals)
         self._coordinator.load_compression_state(
-            state["compression"], int(state["steps"]), int(state["ranks"]) == ranks
+            state.get("compression"), int(state["steps"]), int(state["ranks"]) == ranks
         )
         self.exchanger.set_counters(state["exchange"])
 
@@ -248,7 +249,8 @@ class OptimizerEngine:
 
         Raises:
             ConfigurationError: called between backward and step.
-            RankMismatchError: ranks differ in ``steps``, or do not all call it now.
+            RankMismatchError: ranks differ in ``steps``.
+            ExchangeTimeoutError: not all ranks call it.
         """
         self._refuse_open_step("flush_residuals")
         verify_alike(
@@ -261,7 +263,8 @@ class OptimizerEngine:
         self.exchanger.flush(steps)
 
     def _refuse_open_step(self, name: str) -> None:
-        if self.exchanger.pending or self.exchanger.synchronized:
+        # A step that was exchanged and not applied (skipped by a GradScaler) has changed nothing.
+        if self.exchanger.pending:
             raise ConfigurationError(
                 f"{name}() was called between backward and the end of optimizer.step(): call it "
                 "after step(), or after zero_grad()"

@@ -230,6 +230,10 @@ class GradientExchanger:
                 self._in_place[bucket.index].wait()
             else:
                 self._finish(bucket, gradient_scale)
+        if self._nonfinite:
+            for bucket in self.buckets:
+                poison = self._scratch_for(bucket).fill_(float("nan"))
+                bucket.write_gradients(poison, 1.0)
         self._pending.clear()
         self._in_place.clear()
         self._exchanges += 1
@@ -244,12 +248,11 @@ class GradientExchanger:
         else:
             for bucket in self.buckets:
                 bucket.feedback.commit()
-            if self._flush_steps_left > 0:
-                self._flush_steps_left -= 1
-                self._flush_asked = self._flush_asked and self._flush_steps_left > 0
-                frozen = any(bucket.frozen_spans() for bucket in self.buckets)
-                if self._flush_steps_left == 0 and self.mode.cf is None and not frozen:
-                    self._residuals_open = False
+            sent_all = self.mode.cf is None and self._flush_steps_left <= 1
+            if sent_all and not self.frozen_parameters():
+                self._residuals_open = False
+            self._flush_steps_left = max(self._flush_steps_left - 1, 0)
+            self._flush_asked = self._flush_asked and self._flush_steps_left > 0
         self._reset()
 
     def abandon(self) -> None:
@@ -281,7 +284,7 @@ class GradientExchanger:
         for bucket in self.buckets:
             if not bucket.feedback.is_empty:
                 bucket.feedback.load(torch.zeros_like(bucket.feedback.residual))
-        self._residuals_open = self.mode.cf is not None
+        # What decides about exchanges stays: one rank may do this alone.
 
     def set_mode(self, mode: SparsityMode, flush_steps: int) -> None:
         """Change how the next steps compress.
@@ -331,7 +334,18 @@ class GradientExchanger:
 
     def last_bucket_share(self) -> float:
         """Share of the bucket launched last in all elements, which no backward can hide."""
+        if not self.buckets:
+            return 1.0
         return self.buckets[-1].elements / max(sum(b.elements for b in self.buckets), 1)
+
+    def frozen_parameters(self) -> list[str]:
+        """Names of parameters frozen since they got their hook."""
+        return [
+            member.name
+            for bucket in self.buckets
+            for member in bucket.members
+            if not member.parameter.requires_grad
+        ]
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -403,7 +417,7 @@ class GradientExchanger:
             self._collectives.size,
             k,
             bucket.elements,
-            bucket.dense_dtype,
+            bucket.dtype,
             self._values_as,
             self.mode.strategy,
         )
@@ -492,10 +506,12 @@ class GradientExchanger:
         total = exchange.finish(self._scratch_for(bucket))
         if isinstance(exchange, SharedIndexExchange):
             bucket.feedback.sent(exchange.indices, exchange.sent_values)
-        if exchange.nonfinite:
-            self._nonfinite = True
-            total.fill_(float("nan"))
-        if exchange.strategy != "dense":
+        if exchange.strategy == "dense":
+            # The sum is the same on all ranks. Looked at where a residual is at stake.
+            if self._residuals_open and not bool(total.sum(dtype=torch.float64).isfinite()):
+                self._nonfinite = True
+        else:
+            self._nonfinite = self._nonfinite or exchange.nonfinite
             self.decode_seconds += now_seconds() - start
         bucket.write_gradients(total, gradient_scale)
 
