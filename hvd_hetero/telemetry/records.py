@@ -136,6 +136,7 @@ def parse_line(line: str) -> Record:
             f"kind={content.get('kind')!r}: must be one of {allowed}: {_excerpt(line)}"
         )
     names = [field.name for field in fields(record_type)]
+    names = [name for name in names if name in content or name not in _ADDED_LATER]
     missing = [name for name in names if name not in content]
     if missing:
         raise RecordError(f"{record_type.kind} record without {', '.join(missing)}")
@@ -268,6 +269,8 @@ _WINDOW_FIELDS = {
     "rho": _known,
     "nonfinite_steps": _int,
 }
+# Of the same schema: lines without them are read, with the defaults.
+_ADDED_LATER = ("rho", "nonfinite_steps")
 _RECORD_TYPES: dict[str, type[ConfigurationRecord] | type[WindowRecord]] = {
     ConfigurationRecord.kind: ConfigurationRecord,
     WindowRecord.kind: WindowRecord,

@@ -107,7 +107,16 @@ def test_names_and_types_of_a_window_line() -> None:
         "plan_reason": "predicted 12 % faster",
         "compression_reason": "gain 0.75 of at least 0.75",
         "changed": ["plan"],
+        "rho": None,
+        "nonfinite_steps": 0,
     }
+
+
+def test_lines_from_before_a_field_was_added_are_read() -> None:
+    """Adding a field is no new schema: rho and nonfinite_steps were not there from the start."""
+    content = json.loads(replace(WINDOW, rho=2.5, nonfinite_steps=3).to_json())
+    del content["rho"], content["nonfinite_steps"]
+    assert parse_line(json.dumps(content)) == WINDOW
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
