@@ -250,7 +250,9 @@ class CompressionControl:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _measure_costs(self) -> None:
-        self._costs = measure_collectives(self._collectives, self._timeout_seconds)
+        self._costs = measure_collectives(
+            self._collectives, self._timeout_seconds, prefix=self._exchanger.prefix
+        )
         largest = max(self._exchanger.buckets, key=lambda bucket: bucket.elements, default=None)
         if largest is None:  # all frozen as yet
             own = measure_local(_TYPICAL_ELEMENTS, torch.float32, torch.device("cpu"))

@@ -42,7 +42,10 @@ class _Probe:
 
 
 def measure_collectives(
-    collectives: Collectives, timeout_seconds: float, budget_seconds: float = 0.8
+    collectives: Collectives,
+    timeout_seconds: float,
+    budget_seconds: float = 0.8,
+    prefix: str = "hvd_hetero",
 ) -> CostModel:
     """Time collectives of growing sizes and return their costs, the same model on every rank.
 
@@ -55,13 +58,15 @@ def measure_collectives(
        messages to predict, as long as the next one still fits into the budget.
     3. What is left of it repeats all sizes, or the smaller ones; medians count.
 
+    prefix: of the collectives' names.
+
     Raises ExchangeTimeoutError when a collective takes longer than ``timeout_seconds``,
     ConfigurationError for a budget that is not positive.
     """
     check_float("budget_seconds", budget_seconds, minimum=0.0, exclusive_minimum=True)
     if collectives.size == 1:
         return CostModel.free()
-    session = _Session(collectives, timeout_seconds)
+    session = _Session(collectives, timeout_seconds, prefix)
     probes = {kind: [session.probe(kind, bytes) for bytes in _FIRST_BYTES] for kind in COLLECTIVES}
     session.run(_in_order(probes), warm_up=True)
     elapsed = session.run(_in_order(probes))
@@ -128,9 +133,10 @@ def _curve(probes: list[_Probe]) -> CostCurve:
 class _Session:
     """Runs probes and agrees on their seconds."""
 
-    def __init__(self, collectives: Collectives, timeout_seconds: float) -> None:
+    def __init__(self, collectives: Collectives, timeout_seconds: float, prefix: str) -> None:
         self._collectives = collectives
         self._timeout_seconds = timeout_seconds
+        self._prefix = prefix
         self._start = now_seconds()
 
     def probe(self, kind: str, bytes: int) -> _Probe:
@@ -159,13 +165,13 @@ class _Session:
 
     def _gather(self, own: list[float]) -> torch.Tensor:
         """Return the numbers of all ranks, float64 [ranks, len(own)]."""
-        name = f"hvd_hetero.probe.agree.{len(own)}"
+        name = f"{self._prefix}.probe.agree.{len(own)}"
         message = torch.tensor(own, dtype=torch.float64)
         gathered = self._wait(self._collectives.allgather_async(message, name), name)
         return gathered.view(self._collectives.size, -1)
 
     def _seconds(self, probe: _Probe) -> float:
-        name = f"hvd_hetero.probe.{probe.kind}.{probe.bytes}"
+        name = f"{self._prefix}.probe.{probe.kind}.{probe.bytes}"
         start = now_seconds()
         if probe.kind == "allreduce":
             handle = self._collectives.allreduce_async(probe.tensor, name)

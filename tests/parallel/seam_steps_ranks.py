@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import hvd_hetero as het
 from hvd_hetero.compression.feedback import ErrorFeedback
 from hvd_hetero.errors import ExchangeTimeoutError
+from hvd_hetero.runtime.exchanger import SparsityMode
 from tests.parallel.seam_tools import (
     Scenario,
     adamw,
@@ -851,12 +852,12 @@ def frozen_later() -> None:
     sent: list[Tensor] = []
     original = ErrorFeedback.sent
 
-    def spying(self: ErrorFeedback, indices: Tensor | None) -> None:
+    def spying(self: ErrorFeedback, indices: Tensor | None, decoded: Tensor | None = None) -> None:
         values = self.work.clone()
         if indices is not None:
             values = torch.zeros_like(values).index_copy_(0, indices, values[indices])
         sent.append(values)
-        original(self, indices)
+        original(self, indices, decoded)
 
     model[0].requires_grad_(False)
     with mock.patch.object(ErrorFeedback, "sent", spying):
@@ -960,7 +961,7 @@ def collective_names() -> None:
             optimizer = wrap(
                 model,
                 sgd(model),
-                compression=het.Compression.topk(2),
+                compression=het.Compression.topk(2, window=1000),
                 balancer=balancer,
                 drift_check_steps=3,
                 bucket_bytes=256,
@@ -972,7 +973,7 @@ def collective_names() -> None:
                     model[2].requires_grad_(True)
                 optimizer.zero_grad()
                 balancer.set_batch(4)
-                exchanger.mode.cf = modes[step % 2][0]
+                exchanger.set_mode(SparsityMode(modes[step % 2][0]), flush_steps=1)
                 before = len(seen)
                 loss_of(model, own_batch(step)).backward()
                 optimizer.step()
