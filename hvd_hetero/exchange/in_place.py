@@ -18,7 +18,6 @@ class InPlaceExchange:
     """
 
     strategy = "dense"
-    nonfinite = False  # the sums show it
 
     def __init__(self, collectives: Collectives, *, average: bool) -> None:
         self._collectives = collectives

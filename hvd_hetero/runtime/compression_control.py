@@ -71,7 +71,7 @@ class CompressionControl:
         self._local: LocalCosts | None = None
         self._state: policy.PolicyState | None = None
         self.curves: Curves | None = None
-        self._seconds_before = (0, 0.0, 0.0)
+        self._reported = (0, 0.0)  # steps, compress_seconds
         self._steps = 0
         self._begun = False  # alike on all ranks
         self.reason = f"dense for the first {spec.dense_steps} steps" if spec.dense_steps else ""
@@ -105,12 +105,10 @@ class CompressionControl:
 
     def report(self) -> Message:
         """Return what rank 0 needs of this rank besides its timings, since the last report."""
-        steps, compress, decode = self._seconds_before
-        exchanger = self._exchanger
-        now = (self._steps, exchanger.compress_seconds, exchanger.decode_seconds)
-        self._seconds_before = now
-        count = max(now[0] - steps, 1)
-        return {"compress": (now[1] - compress) / count, "decode": (now[2] - decode) / count}
+        steps, seconds = self._reported
+        self._reported = (self._steps, self._exchanger.compress_seconds)
+        count = max(self._steps - steps, 1)
+        return {"compress": (self._exchanger.compress_seconds - seconds) / count}
 
     def collect(self) -> torch.Tensor | None:
         """Sum what was sampled over ranks; None when nothing was asked for. Blocks."""
@@ -143,7 +141,7 @@ class CompressionControl:
         timed = [window for window in windows if window is not None]
         if len(timed) < len(windows):
             reason = "kept: no typical step in this window"
-            return self._message(mode.cf, mode.strategy, mode.sample, reason, False)
+            return self._message(mode.cf, mode.strategy, mode.sample, reason)
         compress = [float(report["compress"]) for report in reports]
         done = [window.points[-1].done_seconds for window in timed]
         step_seconds = max(window.step_seconds for window in timed)
@@ -165,9 +163,7 @@ class CompressionControl:
             ranks=self._collectives.size,
         )
         self._state, decision = policy.advance(self.spec, state, observation)
-        return self._message(
-            decision.cf, decision.strategy, decision.measure, decision.reason, decision.changed
-        )
+        return self._message(decision.cf, decision.strategy, decision.measure, decision.reason)
 
     def apply(self, choice: Message) -> bool:
         """Compress as rank 0 chose from the next step on; return whether the factor changed."""
@@ -226,11 +222,7 @@ class CompressionControl:
                 "out to keep the residuals alone"
             )
         self._steps = steps
-        self._seconds_before = (
-            steps,
-            self._exchanger.compress_seconds,
-            self._exchanger.decode_seconds,
-        )
+        self._reported = (steps, self._exchanger.compress_seconds)
         self._begun = steps >= self.spec.dense_steps
         cf, strategy, entries, sample = state["mode"]
         same_layout = state["layout"] == self._exchanger.layout()
@@ -270,9 +262,7 @@ class CompressionControl:
             idle = [RankTimes(0.0, 0.0)] * self._collectives.size
             predicted = self._predict(idle)
             self._state, first = policy.start(self._resolved_spec(), predicted)
-            decision = self._message(
-                first.cf, first.strategy, first.measure, first.reason, first.changed
-            )
+            decision = self._message(first.cf, first.strategy, first.measure, first.reason)
         self.apply(self._channel.broadcast(decision, "first"))
 
     def _resolved_spec(self) -> Adaptive:
@@ -294,9 +284,7 @@ class CompressionControl:
                 elements, self.spec.ladder(), device=self._exchanger.buckets[0].feedback.work.device
             )
 
-    def _message(
-        self, cf: float | None, strategy: str, sample: bool, reason: str, changed: bool
-    ) -> Message:
+    def _message(self, cf: float | None, strategy: str, sample: bool, reason: str) -> Message:
         used = self._exchanger.mode.cf
         gain: float | None = 1.0
         rho: float | None = 0.0
@@ -310,7 +298,6 @@ class CompressionControl:
             "entries": [] if cf is None else list(self._entries(cf)),
             "sample": sample,
             "reason": reason,
-            "changed": changed,
             "gain": gain,
             "rho": rho,
         }

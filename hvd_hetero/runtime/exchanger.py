@@ -120,7 +120,6 @@ class GradientExchanger:
         self.nonfinite_steps = 0
         self.sent_bytes = 0.0
         self.compress_seconds = 0.0
-        self.decode_seconds = 0.0
         self.launched_in_backward = 0
         self._strategies: set[str] = set()
         self.add_parameters(named_parameters)
@@ -249,7 +248,7 @@ class GradientExchanger:
             for bucket in self.buckets:
                 bucket.feedback.commit()
             sent_all = self.mode.cf is None and self._flush_steps_left <= 1
-            if sent_all and not self.frozen_parameters():
+            if self._residuals_open and sent_all and not self.frozen_parameters():
                 self._residuals_open = False
             self._flush_steps_left = max(self._flush_steps_left - 1, 0)
             self._flush_asked = self._flush_asked and self._flush_steps_left > 0
@@ -502,7 +501,6 @@ class GradientExchanger:
             return exchange.done()
 
         self._await(bucket, done)
-        start = now_seconds()
         total = exchange.finish(self._scratch_for(bucket))
         if isinstance(exchange, SharedIndexExchange):
             bucket.feedback.sent(exchange.indices, exchange.sent_values)
@@ -512,7 +510,6 @@ class GradientExchanger:
                 self._nonfinite = True
         else:
             self._nonfinite = self._nonfinite or exchange.nonfinite
-            self.decode_seconds += now_seconds() - start
         bucket.write_gradients(total, gradient_scale)
 
     def _clip(self, max_norm: float) -> None:
