@@ -8,13 +8,15 @@ that needs root and iproute2. Without them all ranks share this machine's loopba
 say little, and bytes are accounted, not measured.
 
 Every number of ranks first measures its cost model, as training does at its start (under a
-second), then runs all cases in turn, each after a barrier.
+second), refines it by five steps with buckets half as long and three times the factors, then runs
+all cases in turn, each after a barrier and a pause of 0 to 2 ms.
 
 seconds            of the exchange of one bucket, from the last rank's launch of packed bytes until
                    the last rank has all it needs, median over rounds. Unpacking and adding come on
                    top (decode_seconds): ranks that share a core do that slower than those of a
                    cluster
-predicted_seconds  what the model says of it; it was fitted to other sizes
+predicted_seconds  what the refined model says of it; it was fitted to other sizes
+predicted_at_start_seconds  what it said before the steps
 bytes_per_rank     what the interface of the rank that received most has counted in that time,
                    median over rounds, TCP's headers and Horovod's messages about the exchange
                    included. Counted in a job of its own, where 32 buckets of the case are under way
@@ -45,15 +47,10 @@ from benchmarks.lab import Lab, LabError, LaunchError, run_ranks, why_not  # noq
 from benchmarks.lab.launch import LAUNCHERS  # noqa: E402
 from benchmarks.tables import print_table, write_json  # noqa: E402
 from hvd_hetero.compression.topk import k_for  # noqa: E402
-from hvd_hetero.compression.wire import VALUE_FORMATS, index_bytes, packed_bytes  # noqa: E402
-from hvd_hetero.planning.cost_model import (  # noqa: E402
-    CostModel,
-    LocalCosts,
-    allgather_bytes,
-    dense_bytes,
-    shared_index_bytes,
-    shared_value_bytes,
-)
+from hvd_hetero.compression.wire import VALUE_FORMATS  # noqa: E402
+from hvd_hetero.planning.cost_model import CostModel, LocalCosts, dense_bytes  # noqa: E402
+from hvd_hetero.planning.sparse_bytes import sparse_bytes  # noqa: E402
+from hvd_hetero.planning.step_time import collective_calls  # noqa: E402
 
 SIMULATED_RANKS = tuple(2**power for power in range(1, 13))
 CONTROL = "dense again"
@@ -190,6 +187,7 @@ def finished(case: dict[str, Any], counted: dict[str, Any], problem: str) -> dic
         "slowest_seconds": max(rounds["seconds"]),
         "decode_seconds": statistics.median(rounds["decode_seconds"]),
         "prediction_error": case["predicted_seconds"] / seconds - 1.0,
+        "prediction_error_at_start": case["predicted_at_start_seconds"] / seconds - 1.0,
         "bytes_per_rank": accounted if received is None else received,
         "sent_bytes_per_rank": sent,
         "accounted_bytes_per_rank": accounted,
@@ -210,6 +208,7 @@ def print_cases(cases: list[dict[str, Any]]) -> None:
                 f"{case['fastest_seconds'] * 1e3:.1f}-{case['slowest_seconds'] * 1e3:.1f}",
                 f"{case['predicted_seconds'] * 1e3:.1f}",
                 f"{case['prediction_error']:+.0%}",
+                f"{case['prediction_error_at_start']:+.0%}",
                 f"{case['seconds'] / dense[case['elements']]:.3f}",
                 f"{case['decode_seconds'] * 1e3:.1f}",
                 f"{case['bytes_per_rank'] / 1e3:,.1f}",
@@ -224,6 +223,7 @@ def print_cases(cases: list[dict[str, Any]]) -> None:
         "range",
         "predicted",
         "error",
+        "at start",
         "/ dense",
         "decode",
     ]
@@ -307,18 +307,14 @@ def simulated(
     values_as: str,
 ) -> dict[str, Any]:
     ranks, k = model.ranks, k_for(elements, cf)
-    decode = 0.0
+    entries = {"dense": 0, "allgather": ranks * k, "shared-index": k}[strategy]
+    decode = local.decode_seconds(elements, entries) if entries else 0.0
+    calls = collective_calls(strategy, ranks, k, elements, torch.float32, values_as)
+    seconds = model.seconds(calls)
     if strategy == "dense":
-        seconds, bytes = model.dense_seconds(elements), dense_bytes(ranks, elements)
-    elif strategy == "allgather":
-        packet = packed_bytes(k, elements, torch.float32, values_as)
-        seconds, bytes = model.allgather_seconds(packet), allgather_bytes(ranks, packet)
-        decode = local.decode_seconds(elements, ranks * k)
+        bytes = dense_bytes(ranks, elements)
     else:
-        indices, width = index_bytes(k, elements), shared_value_bytes(ranks, 4, values_as)
-        decode = local.decode_seconds(elements, k)
-        seconds = model.shared_index_seconds(indices, k, width) + local.decode_seconds(0, k)
-        bytes = shared_index_bytes(ranks, indices, k, width)
+        bytes = sparse_bytes(ranks, k, elements, torch.float32, values_as, strategy)
     return {
         "strategy": strategy,
         "ranks": ranks,

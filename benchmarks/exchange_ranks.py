@@ -18,17 +18,18 @@ import horovod.torch as hvd  # noqa: E402
 import torch  # noqa: E402
 
 from hvd_hetero.compression.topk import Selector, SparseGradient, k_for  # noqa: E402
-from hvd_hetero.compression.wire import index_bytes, packed_bytes  # noqa: E402
 from hvd_hetero.exchange.allgather import AllgatherExchange  # noqa: E402
 from hvd_hetero.exchange.collectives import Collectives, Handle  # noqa: E402
 from hvd_hetero.exchange.dense import DenseExchange  # noqa: E402
 from hvd_hetero.exchange.exchange import Exchange  # noqa: E402
 from hvd_hetero.exchange.shared_index import SharedIndexExchange  # noqa: E402
 from hvd_hetero.planning.cost_model import (  # noqa: E402
+    CollectiveCall,
     CostModel,
     LocalCosts,
-    shared_value_bytes,
 )
+from hvd_hetero.planning.refine import ExchangeTiming, refined_by_steps  # noqa: E402
+from hvd_hetero.planning.step_time import collective_calls  # noqa: E402
 from hvd_hetero.runtime.agreement import CollectivesChannel  # noqa: E402
 from hvd_hetero.runtime.clock import wait_until  # noqa: E402
 from hvd_hetero.runtime.collectives import connect  # noqa: E402
@@ -38,26 +39,24 @@ TIMEOUT_SECONDS = 120.0
 Case = tuple[str, int, float | None]  # strategy, elements, CF
 COUNTED_COPIES = 32  # buckets under way at once while bytes are counted
 CONTROL = "dense again"  # dense against itself: how far the machine's noise reaches
+LARGEST_PAUSE_SECONDS = 2e-3
+STEPS = 5  # by which the model is refined, of each kind
 
 
 def predict(
-    strategy: str,
-    elements: int,
-    cf: float | None,
-    values_as: str,
-    model: CostModel,
-    local: LocalCosts,
+    strategy: str, elements: int, cf: float | None, values_as: str, model: CostModel
 ) -> float:
     """Return the seconds from the first launch until all that is needed has arrived."""
-    if cf is None:
-        return model.dense_seconds(elements)
-    k = k_for(elements, cf)
-    if strategy == "allgather":
-        return model.allgather_seconds(packed_bytes(k, elements, torch.float32, values_as))
-    width = shared_value_bytes(model.ranks, 4, values_as)
-    seconds = model.shared_index_seconds(index_bytes(k, elements), k, width)
-    # Indices are unpacked between the stages, as in decoding.
-    return seconds + local.decode_seconds(0, k)
+    return model.seconds(calls_of(strategy, model.ranks, elements, cf, values_as))
+
+
+def calls_of(
+    strategy: str, ranks: int, elements: int, cf: float | None, values_as: str
+) -> tuple[CollectiveCall, ...]:
+    """Return the collectives of a case."""
+    k = 0 if cf is None else k_for(elements, cf)
+    strategy = "dense" if cf is None else strategy
+    return collective_calls(strategy, ranks, k, elements, torch.float32, values_as)
 
 
 class TimedCollectives:
@@ -92,19 +91,21 @@ class Rank:
         self._interface = interface
         self._values_as = values_as
         self._turns = 0
+        self._pauses = random.Random(0)  # alike on all ranks
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._selections: dict[tuple[int, int], SparseGradient] = {}
 
     def run(self, strategy: str, elements: int, cf: float | None) -> dict[str, float]:
         """Do one exchange; clock readings and bytes of this rank."""
         values, output = self._tensors_of(elements)
-        before = (0, 0)
         start = 0.0
 
         def begin() -> None:
-            nonlocal before, start
+            nonlocal start
             self._barrier()
-            before, start = self._traffic(), time.perf_counter()
+            # Horovod looks for work every ms; backward ends at any moment in between.
+            time.sleep(self._pauses.uniform(0.0, LARGEST_PAUSE_SECONDS))
+            start = time.perf_counter()
 
         timed = TimedCollectives(self._collectives, begin)
         leader = self._next_leader()
@@ -218,6 +219,36 @@ def run_cases(
     return records
 
 
+def steps_of_training(
+    rank: Rank, model: CostModel, channel: CollectivesChannel, options: dict[str, Any]
+) -> CostModel:
+    """Return the model after some steps with buckets half as long, and with other factors."""
+    cases: list[Case] = []
+    for elements in options["elements"]:
+        cases.append(("dense", elements // 2, None))
+        for cf in options["cfs"]:
+            cases += [(how, elements // 2, 3 * cf) for how in ("allgather", "shared-index")]
+    records = run_cases(rank.run, cases, STEPS)
+    own = [
+        ExchangeTiming(
+            step,
+            index,
+            strategy,
+            0 if cf is None else k_for(elements, cf),
+            record["exchanged"] - record["start"],
+        )
+        for index, (strategy, elements, cf) in enumerate(cases)
+        for step, record in enumerate(records[index])
+    ]
+    reports = channel.allgather({"timings": [one.to_list() for one in own]}, "steps")
+    return refined_by_steps(
+        model,
+        [[ExchangeTiming(*one) for one in report["timings"]] for report in reports],
+        [(elements, torch.float32) for _, elements, _ in cases],
+        options["values_as"],
+    )
+
+
 def over_ranks(records: list[tuple[dict[str, float], ...]]) -> dict[str, list[float]]:
     """Return lists by round; records: of all ranks, by round."""
     most = {key: [max(one[key] for one in ranks) for ranks in records] for key in records[0][0]}
@@ -242,8 +273,11 @@ def main() -> None:
         own = measure_local(max(options["elements"]), torch.float32, "cpu").to_dict()
         costs = channel.allgather(own, "local")
         local = LocalCosts(**{key: statistics.median(one[key] for one in costs) for key in own})
-        result |= {"model": model.to_dict(), "local": local.to_dict()}
     rank = Rank(collectives, options["interface"], options["values_as"])
+    if options["predict"]:
+        first = model
+        model = steps_of_training(rank, first, channel, options)
+        result |= {"model": model.to_dict(), "local": local.to_dict()}
     cases: list[Case] = []
     for elements in options["elements"]:
         cases += [("dense", elements, None), (CONTROL, elements, None)]
@@ -267,9 +301,9 @@ def main() -> None:
     if options["predict"]:
         for case in result["cases"]:
             strategy, elements, cf = case["strategy"], case["elements"], case["cf"]
-            case["predicted_seconds"] = predict(
-                strategy, elements, cf, options["values_as"], model, local
-            )
+            what = strategy, elements, cf, options["values_as"]
+            case["predicted_seconds"] = predict(*what, model)
+            case["predicted_at_start_seconds"] = predict(*what, first)
             entries = 0 if cf is None else k_for(elements, cf)
             if strategy == "allgather":
                 entries *= collectives.size

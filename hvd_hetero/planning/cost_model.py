@@ -1,7 +1,8 @@
 """Seconds and bytes of an exchange: what the planner compares strategies by.
 
 Bytes are those of one rank, step and direction. Seconds rest on measured collectives of a few
-sizes (``runtime/probe.py``); between and beyond the ranks they were measured with they follow
+sizes (``runtime/probe.py``), corrected by what training steps show; between and beyond the ranks
+they were measured with they follow
 
     allreduce (ring)        2 (n-1) alpha + 2 (n-1)/n * bytes * beta
     allgather (ring)        (n-1) alpha + (n-1) * bytes * beta        bytes: of each rank
@@ -12,16 +13,30 @@ with alpha the seconds of a round, beta the seconds of a byte, n the ranks.
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_hetero.compression.fixed_point import field_bits, fields_in_word
 from hvd_hetero.errors import ConfigurationError, check_choice, check_float, check_int
+from hvd_hetero.planning.cost_curve import CostCurve
 
 COLLECTIVES = ("allreduce", "allgather", "broadcast")
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One of COLLECTIVES with a message of ``bytes``: of each rank, for an allgather.
+
+    Raises ConfigurationError for another kind or negative bytes.
+    """
+
+    kind: str
+    bytes: float
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, COLLECTIVES)
+        check_float("bytes", self.bytes, minimum=0.0)
 
 
 def dense_bytes(ranks: int, elements: int, itemsize: int = 4) -> float:
@@ -73,56 +88,6 @@ def shared_value_bytes(ranks: int, itemsize: int, values_as: str) -> float:
 
 
 @dataclass(frozen=True)
-class CostCurve:
-    """Seconds of a collective by message bytes: straight lines between measured knots.
-
-    bytes: ascending, at least one. seconds: as many; made non-decreasing when built, as a larger
-    message that was measured faster is noise. Below the first knot the time is the first knot's
-    (latency does not shrink with the message), beyond the last one the last slope continues.
-
-    Raises ConfigurationError for no knots, unequal lengths, bytes that do not ascend, and numbers
-    that are negative or not finite.
-    """
-
-    bytes: tuple[float, ...]
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.bytes or len(self.bytes) != len(self.seconds):
-            raise ConfigurationError(
-                f"{len(self.bytes)} sizes and {len(self.seconds)} times: give a time for each size"
-            )
-        sizes: list[float] = []
-        times: list[float] = []
-        for size, time in zip(self.bytes, self.seconds, strict=True):
-            sizes.append(check_float("bytes", size, minimum=0.0))
-            time = check_float("seconds", time, minimum=0.0)
-            times.append(max(time, times[-1]) if times else time)
-        if any(a >= b for a, b in itertools.pairwise(sizes)):
-            raise ConfigurationError(f"bytes={self.bytes}: must ascend")
-        object.__setattr__(self, "bytes", tuple(sizes))
-        object.__setattr__(self, "seconds", tuple(times))
-
-    def seconds_for(self, bytes: float) -> float:
-        """Return the predicted seconds for a message of ``bytes``."""
-        sizes, times = self.bytes, self.seconds
-        if bytes <= sizes[0] or len(sizes) == 1:
-            return times[0]
-        right = min(bisect_right(sizes, bytes), len(sizes) - 1)
-        left = right - 1
-        slope = (times[right] - times[left]) / (sizes[right] - sizes[left])
-        return times[left] + slope * (bytes - sizes[left])
-
-    def reshaped(self, latency_factor: float, byte_factor: float) -> CostCurve:
-        """Return the curve with its latency, and what comes on top of it, scaled apart."""
-        latency = self.seconds[0]
-        return CostCurve(
-            self.bytes,
-            tuple(latency * latency_factor + (t - latency) * byte_factor for t in self.seconds),
-        )
-
-
-@dataclass(frozen=True)
 class CostModel:
     """Seconds of the collectives among ``ranks`` ranks.
 
@@ -146,28 +111,29 @@ class CostModel:
         nothing = CostCurve((0.0,), (0.0,))
         return cls(ranks, nothing, nothing, nothing)
 
-    def dense_seconds(self, elements: int, itemsize: int = 4) -> float:
-        """Return the seconds to sum ``elements`` values of ``itemsize`` bytes over all ranks."""
-        return self.allreduce.seconds_for(elements * itemsize)
+    def seconds(self, calls: Iterable[CollectiveCall]) -> float:
+        """Return the seconds of collectives that follow each other."""
+        return sum((self._curve(call).seconds_for(call.bytes) for call in calls), 0.0)
 
-    def allgather_seconds(self, packet_bytes: int) -> float:
-        """Return the seconds until each rank has every rank's packet of ``packet_bytes``."""
-        return self.allgather.seconds_for(packet_bytes)
+    def refined(self, calls: Sequence[CollectiveCall], seconds: float) -> CostModel:
+        """Return the model after ``calls``, one after the other, took ``seconds`` in a step.
 
-    def shared_index_seconds(self, index_bytes: int, k: int, itemsize: float = 4) -> float:
-        """Return the seconds to broadcast ``index_bytes`` and then sum ``k`` values."""
-        return self.broadcast.seconds_for(index_bytes) + self.allreduce.seconds_for(k * itemsize)
-
-    def scaled(self, kind: str, factor: float) -> CostModel:
-        """Return the model with the seconds of one of COLLECTIVES multiplied, as steps show them.
-
-        Raises ConfigurationError for another kind, or a factor that is not positive and finite.
+        Where there are several, each is taken to be wrong by the same factor.
+        Raises ConfigurationError for seconds that are negative or not finite.
         """
-        kind = check_choice("kind", kind, COLLECTIVES)
-        factor = check_float("factor", factor, minimum=0.0, exclusive_minimum=True)
-        curves: dict[str, CostCurve] = {one: getattr(self, one) for one in COLLECTIVES}
-        curves[kind] = curves[kind].reshaped(factor, factor)
+        check_float("seconds", seconds, minimum=0.0)
+        predicted = self.seconds(calls)
+        if predicted <= 0.0:
+            return self
+        curves: dict[str, CostCurve] = {kind: getattr(self, kind) for kind in COLLECTIVES}
+        for call in calls:
+            own = self._curve(call).seconds_for(call.bytes)
+            curves[call.kind] = curves[call.kind].refined(call.bytes, own * seconds / predicted)
         return CostModel(self.ranks, **curves)
+
+    def _curve(self, call: CollectiveCall) -> CostCurve:
+        curve: CostCurve = getattr(self, call.kind)
+        return curve
 
     def at_ranks(self, ranks: int) -> CostModel:
         """Return the model continued to another number of ranks by the formulas above.
@@ -198,19 +164,13 @@ class CostModel:
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of JSON types; ``from_dict`` reads it back."""
         curves: dict[str, CostCurve] = {kind: getattr(self, kind) for kind in COLLECTIVES}
-        return {"ranks": self.ranks} | {
-            kind: {"bytes": list(curve.bytes), "seconds": list(curve.seconds)}
-            for kind, curve in curves.items()
-        }
+        return {"ranks": self.ranks} | {kind: curve.to_dict() for kind, curve in curves.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
         """Build a model from ``to_dict``'s result; ConfigurationError if it is none."""
         try:
-            curves = [
-                CostCurve(tuple(data[kind]["bytes"]), tuple(data[kind]["seconds"]))
-                for kind in COLLECTIVES
-            ]
+            curves = [CostCurve.from_dict(data[kind]) for kind in COLLECTIVES]
             return cls(data["ranks"], *curves)
         except (KeyError, TypeError) as error:
             raise ConfigurationError(

@@ -18,7 +18,12 @@ import torch
 from hvd_hetero.compression.topk import value_dtype
 from hvd_hetero.compression.wire import index_bytes, packed_bytes
 from hvd_hetero.errors import ConfigurationError, check_choice, check_float
-from hvd_hetero.planning.cost_model import CostModel, LocalCosts, shared_value_bytes
+from hvd_hetero.planning.cost_model import (
+    CollectiveCall,
+    CostModel,
+    LocalCosts,
+    shared_value_bytes,
+)
 from hvd_hetero.planning.sparse_bytes import sparse_saves_bytes
 
 STRATEGIES = ("dense", "allgather", "shared-index")
@@ -127,17 +132,20 @@ def predict_options(
     """
     types = [torch.float32] * len(bucket_elements) if dtypes is None else list(dtypes)
     buckets = list(zip(bucket_elements, types, strict=True))
-    dense = [cost_model.dense_seconds(elements, dtype.itemsize) for elements, dtype in buckets]
+    dense = [
+        cost_model.seconds(collective_calls("dense", ranks, elements, elements, dtype, values_as))
+        for elements, dtype in buckets
+    ]
     result = {DENSE: predict_step_seconds(rank_times, dense, 0.0, 0.0)}
     for cf in ladder:
         for strategy in strategies:
             exchange, compress, decode = list(dense), 0.0, 0.0
             for index, (k, bucket) in enumerate(zip(ks_by_cf[cf], buckets, strict=True)):
-                sparse = _sparse_seconds(strategy, ranks, k, bucket, values_as, cost_model)
-                if sparse is None:
+                elements, dtype = bucket
+                if not sparse_saves_bytes(ranks, k, elements, dtype, values_as, strategy):
                     continue
-                elements = bucket[0]
-                exchange[index] = sparse
+                calls = collective_calls(strategy, ranks, k, elements, dtype, values_as)
+                exchange[index] = cost_model.seconds(calls)
                 compress += local_costs.compress_seconds(elements, k)
                 entries = ranks * k if strategy == "allgather" else k
                 decode += local_costs.decode_seconds(elements, entries)
@@ -147,19 +155,29 @@ def predict_options(
     return result
 
 
-def _sparse_seconds(
-    strategy: str,
-    ranks: int,
-    k: int,
-    bucket: tuple[int, torch.dtype],
-    values_as: str,
-    cost_model: CostModel,
-) -> float | None:
-    """Return the exchange seconds of a bucket, None where dense takes no more bytes."""
-    elements, dtype = bucket
-    if not sparse_saves_bytes(ranks, k, elements, dtype, values_as, strategy):
-        return None
+def collective_calls(
+    strategy: str, ranks: int, k: int, elements: int, dtype: torch.dtype, values_as: str
+) -> tuple[CollectiveCall, ...]:
+    """Return the collectives by which ``strategy`` exchanges a bucket, one after the other.
+
+    Args:
+        strategy: one of STRATEGIES.
+        ranks: n.
+        k: entries kept; of no meaning for "dense".
+        elements: d, the length of the bucket.
+        dtype: in which it would travel dense.
+        values_as: as in ``wire.pack``.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+    check_choice("strategy", strategy, STRATEGIES)
+    if strategy == "dense":
+        return (CollectiveCall("allreduce", elements * dtype.itemsize),)
     if strategy == "allgather":
-        return cost_model.allgather_seconds(packed_bytes(k, elements, dtype, values_as))
+        return (CollectiveCall("allgather", packed_bytes(k, elements, dtype, values_as)),)
     width = shared_value_bytes(ranks, value_dtype(dtype).itemsize, values_as)
-    return cost_model.shared_index_seconds(index_bytes(k, elements), k, width)
+    return (
+        CollectiveCall("broadcast", index_bytes(k, elements)),
+        CollectiveCall("allreduce", k * width),
+    )

@@ -19,6 +19,7 @@ from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.planning import policy
 from hvd_hetero.planning.cost_model import CostModel, LocalCosts
 from hvd_hetero.planning.objective import Penalty, default_penalty
+from hvd_hetero.planning.refine import ExchangeTiming, refined_by_steps
 from hvd_hetero.planning.sparse_bytes import repeatable_exchange
 from hvd_hetero.planning.step_time import Option, RankTimes, predict_options
 from hvd_hetero.runtime.agreement import Channel, Message
@@ -108,7 +109,10 @@ class CompressionControl:
         steps, seconds = self._reported
         self._reported = (self._steps, self._exchanger.compress_seconds)
         count = max(self._steps - steps, 1)
-        return {"compress": (self._exchanger.compress_seconds - seconds) / count}
+        return {
+            "compress": (self._exchanger.compress_seconds - seconds) / count,
+            "exchanges": [timing.to_list() for timing in self._exchanger.clock.take()],
+        }
 
     def collect(self) -> torch.Tensor | None:
         """Sum what was sampled over ranks; None when nothing was asked for. Blocks."""
@@ -142,6 +146,7 @@ class CompressionControl:
         if len(timed) < len(windows):
             reason = "kept: no typical step in this window"
             return self._message(mode.cf, mode.strategy, mode.sample, reason)
+        self._refine_costs(reports)
         compress = [float(report["compress"]) for report in reports]
         done = [window.points[-1].done_seconds for window in timed]
         step_seconds = max(window.step_seconds for window in timed)
@@ -254,6 +259,16 @@ class CompressionControl:
         all_costs = [one["local"] for one in everyone]
         slowest = {name: max(one[name] for one in all_costs) for name in all_costs[0]}
         self._local = LocalCosts.from_dict(slowest)
+
+    def _refine_costs(self, reports: Sequence[Message]) -> None:
+        if self._costs is None:
+            return
+        self._costs = refined_by_steps(
+            self._costs,
+            [[ExchangeTiming(*one) for one in report["exchanges"]] for report in reports],
+            [(bucket.elements, bucket.feedback.dtype) for bucket in self._exchanger.buckets],
+            self.spec.values,
+        )
 
     def _begin(self) -> None:
         self._begun = True

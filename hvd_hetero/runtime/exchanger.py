@@ -29,6 +29,7 @@ from hvd_hetero.exchange.shared_index import SharedIndexExchange
 from hvd_hetero.planning.sparse_bytes import sparse_saves_bytes
 from hvd_hetero.runtime.buckets import Bucket, Member, build_buckets
 from hvd_hetero.runtime.clock import now_seconds, wait_until
+from hvd_hetero.runtime.exchange_clock import ExchangeClock
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class GradientExchanger:
         self.sent_bytes = 0.0
         self.compress_seconds = 0.0
         self.launched_in_backward = 0
+        self.clock = ExchangeClock()
         self._strategies: set[str] = set()
         self.add_parameters(named_parameters)
 
@@ -427,6 +429,7 @@ class GradientExchanger:
         sample = self._sample_of(bucket)
         if sample is not None:
             sample.take_gradient(bucket.index, work)
+        clear = all([pending.done() for pending in self._pending.values()])
         start = now_seconds()
         k = self._entries(bucket)
         if k == 0:
@@ -440,6 +443,7 @@ class GradientExchanger:
         self.sent_bytes += exchange.sent_bytes
         self._strategies.add(exchange.strategy)
         self._pending[bucket.index] = exchange
+        self.clock.launched(bucket.index, clear)
         self._next_launch = bucket.index + 1
 
     def _launch_dense(self, bucket: Bucket) -> Exchange:
@@ -500,7 +504,12 @@ class GradientExchanger:
             self._advance()
             return exchange.done()
 
+        waited = not done()
         self._await(bucket, done)
+        if self._compressor is None or exchange.strategy != "dense":  # its bytes are not ours
+            self.clock.finished(
+                self._exchanges, bucket.index, exchange.strategy, self._entries(bucket), waited
+            )
         total = exchange.finish(self._scratch_for(bucket))
         if isinstance(exchange, SharedIndexExchange):
             bucket.feedback.sent(exchange.indices, exchange.sent_values)
@@ -551,6 +560,7 @@ class GradientExchanger:
         for bucket in self.buckets:
             bucket.reset()
         self._passes.clear()
+        self.clock.end_step()
         self._next_launch = 0
         self._where_it_lies = None
         self._nonfinite = False

@@ -12,7 +12,8 @@ from hvd_hetero.compression.topk import Selector, k_for, value_dtype
 from hvd_hetero.compression.wire import pack, unpack
 from hvd_hetero.errors import check_float
 from hvd_hetero.exchange.collectives import Collectives, Handle
-from hvd_hetero.planning.cost_model import COLLECTIVES, CostCurve, CostModel, LocalCosts
+from hvd_hetero.planning.cost_curve import CostCurve
+from hvd_hetero.planning.cost_model import COLLECTIVES, CostModel, LocalCosts
 from hvd_hetero.runtime.clock import now_seconds, wait_until
 
 _FIRST_BYTES = (1 << 10, 1 << 16)

@@ -383,11 +383,15 @@ def unfrozen_later() -> None:
 
 @scenario(2)
 def no_harm_on_loopback() -> None:
-    """S31, A08: where compression wins nothing the run is dense within 50 steps, and says so."""
+    """S31, A08: where compression wins nothing the run is dense within 50 steps, and says so.
+
+    A residual counts so much here that no noise of a busy machine makes up for it; what a step
+    takes on a loopback is benchmarks/overhead.py's to tell.
+    """
     for policy in ("gravac", "model"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 256), nn.Linear(256, 3))
-        compression = het.Compression.adaptive(policy=policy)
+        compression = het.Compression.adaptive(policy=policy, kappa=30.0)
         with logged() as text:
             optimizer = wrap(model, plain_sgd(model), compression=compression)
             train(model, optimizer, range(70), own_wide)

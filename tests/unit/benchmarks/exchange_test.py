@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hvd_hetero.planning.cost_model import CostCurve, CostModel, LocalCosts
+from hvd_hetero.planning.cost_curve import CostCurve
+from hvd_hetero.planning.cost_model import CostModel, LocalCosts
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STRATEGIES = {"dense", "allgather", "shared-index"}

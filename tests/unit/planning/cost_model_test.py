@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_hetero.errors import ConfigurationError
+from hvd_hetero.planning.cost_curve import CostCurve
 from hvd_hetero.planning.cost_model import (
     COLLECTIVES,
-    CostCurve,
+    CollectiveCall,
     CostModel,
     LocalCosts,
     allgather_bytes,
@@ -106,11 +107,15 @@ def test_a_larger_message_measured_faster_is_noise() -> None:
 
 def test_seconds_of_the_strategies() -> None:
     model = ideal(4, alpha=1e-3, beta=1e-8)
-    assert model.dense_seconds(10**5) == pytest.approx(6e-3 + 6e5 * 1e-8)
-    assert model.dense_seconds(10**5, itemsize=8) == pytest.approx(6e-3 + 12e5 * 1e-8)
-    assert model.allgather_seconds(5000) == pytest.approx(3e-3 + 15000e-8)
-    assert model.shared_index_seconds(2000, 1000) == pytest.approx(
-        2 * (1e-3 + 2000e-8) + 6e-3 + 6000e-8
+    allreduce, allgather, broadcast = (
+        CollectiveCall("allreduce", 4 * 10**5),
+        CollectiveCall("allgather", 5000),
+        CollectiveCall("broadcast", 2000),
+    )
+    assert model.seconds([allreduce]) == pytest.approx(6e-3 + 6e5 * 1e-8)
+    assert model.seconds([allgather]) == pytest.approx(3e-3 + 15000e-8)
+    assert model.seconds([broadcast, allreduce]) == pytest.approx(
+        2 * (1e-3 + 2000e-8) + 6e-3 + 6e5 * 1e-8
     )
 
 
@@ -126,21 +131,30 @@ def test_other_ranks_follow_the_formulas(measured: int, wanted: int) -> None:
 
 
 def test_one_rank() -> None:
-    assert ideal(4, 1e-3, 1e-8).at_ranks(1).dense_seconds(10**9) == 0.0
+    assert ideal(4, 1e-3, 1e-8).at_ranks(1).seconds([CollectiveCall("allreduce", 10**9)]) == 0.0
     assert CostModel.free().at_ranks(1) == CostModel.free()
     with pytest.raises(ConfigurationError, match="one rank says nothing"):
         CostModel.free().at_ranks(2)
 
 
-def test_scaling_one_collective_leaves_the_others() -> None:
+def test_steps_refine_the_collectives_they_used() -> None:
     model = ideal(4, 1e-3, 1e-8)
-    scaled = model.scaled("broadcast", 3.0)
-    assert scaled.broadcast.seconds == pytest.approx([3 * s for s in model.broadcast.seconds])
-    assert (scaled.allreduce, scaled.allgather) == (model.allreduce, model.allgather)
+    calls = (CollectiveCall("broadcast", 10**5), CollectiveCall("allreduce", 10**6))
+    refined = model.refined(calls, 3.0 * model.seconds(calls))
+    assert refined.seconds(calls) == pytest.approx(3.0 * model.seconds(calls))
+    for call in calls:
+        assert refined.seconds([call]) == pytest.approx(3.0 * model.seconds([call]))
+    assert refined.allgather == model.allgather
+    assert CostModel.free(4).refined(calls, 1.0) == CostModel.free(4)
+    with pytest.raises(ConfigurationError, match="seconds"):
+        model.refined(calls, -1.0)
+
+
+def test_calls_are_checked() -> None:
     with pytest.raises(ConfigurationError, match="kind='gossip'"):
-        model.scaled("gossip", 1.0)
-    with pytest.raises(ConfigurationError, match="factor"):
-        model.scaled("allreduce", 0.0)
+        CollectiveCall("gossip", 1)
+    with pytest.raises(ConfigurationError, match="bytes"):
+        CollectiveCall("allreduce", -1)
 
 
 @given(st.integers(1, 5000), curves(), curves(), curves())

@@ -10,7 +10,8 @@ import numpy as np
 from hvd_hetero.compression.allocation import allocate
 from hvd_hetero.compression.gain import Curves
 from hvd_hetero.compression.spec import Adaptive
-from hvd_hetero.planning.cost_model import CostCurve, CostModel, LocalCosts
+from hvd_hetero.planning.cost_curve import CostCurve
+from hvd_hetero.planning.cost_model import CostModel, LocalCosts
 from hvd_hetero.planning.objective import Penalty
 from hvd_hetero.planning.policy import Decision, Observation, PolicyState, advance, start
 from hvd_hetero.planning.step_time import DENSE, Option, RankTimes, predict_options

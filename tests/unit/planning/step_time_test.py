@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hvd_hetero.compression.wire import packed_bytes
 from hvd_hetero.errors import ConfigurationError
-from hvd_hetero.planning.cost_model import CostCurve, CostModel, LocalCosts
+from hvd_hetero.planning.cost_curve import CostCurve
+from hvd_hetero.planning.cost_model import CostModel, LocalCosts
 from hvd_hetero.planning.step_time import (
     DENSE,
     Option,

@@ -1,0 +1,68 @@
+"""Laws of the refinement of cost curves; their lines are tested with the cost model."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_hetero.errors import ConfigurationError
+from hvd_hetero.planning.cost_curve import CostCurve
+
+LINE = CostCurve((1e3, 1e6), (1e-3, 11e-3))
+SIZES = st.floats(1.0, 1e9)
+FACTORS = st.floats(0.1, 10.0)
+
+
+@given(SIZES, FACTORS)
+def test_what_was_seen_is_predicted(size: float, factor: float) -> None:
+    seen = factor * LINE.seconds_for(size)
+    refined = LINE.refined(size, seen)
+    assert refined.seconds_for(size) == pytest.approx(seen)
+    assert LINE.corrections == ()
+
+
+@given(SIZES, FACTORS, SIZES)
+def test_a_correction_fades_with_the_distance_in_size(
+    size: float, factor: float, other: float
+) -> None:
+    refined = LINE.refined(size, factor * LINE.seconds_for(size))
+    applied = refined.seconds_for(other) / LINE.seconds_for(other)
+    assert min(1.0, factor) - 1e-9 <= applied <= max(1.0, factor) + 1e-9
+    if not 1 / 32 < other / size < 32:
+        assert applied == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(SIZES, FACTORS), min_size=1, max_size=8))
+def test_the_newest_observation_counts_at_least_half(seen: list[tuple[float, float]]) -> None:
+    curve = LINE
+    for size, factor in seen:
+        before = curve.seconds_for(size)
+        observed = factor * LINE.seconds_for(size)
+        curve = curve.refined(size, observed)
+        after = curve.seconds_for(size)
+        low, high = sorted((math.log(observed), math.log(before)))
+        assert low - 1e-9 <= math.log(after) <= high + 1e-9 or len(seen) > 1
+    sizes = [size for size, _ in curve.corrections]
+    assert sizes == sorted(sizes) and len(sizes) <= len(seen)
+    assert CostCurve.from_dict(json.loads(json.dumps(curve.to_dict()))) == curve
+
+
+def test_the_same_size_again_meets_half_way() -> None:
+    once = LINE.refined(1e5, 4.0 * LINE.seconds_for(1e5))
+    twice = once.refined(1.1e5, 1.0 * LINE.seconds_for(1.1e5))
+    assert twice.corrections == ((1.1e5, pytest.approx(2.0)),)
+
+
+def test_nonsense_is_bounded_and_refused() -> None:
+    assert LINE.refined(1e4, 1e6).seconds_for(1e4) == pytest.approx(16 * LINE.seconds_for(1e4))
+    assert LINE.refined(1e4, 0.0) == LINE
+    with pytest.raises(ConfigurationError, match="seconds"):
+        LINE.refined(1e4, math.nan)
+    with pytest.raises(ConfigurationError, match="ascend"):
+        CostCurve((1.0,), (1.0,), ((2.0, 1.0), (2.0, 1.0)))
+    with pytest.raises(ConfigurationError, match="correction"):
+        CostCurve((1.0,), (1.0,), ((2.0, 0.0),))
