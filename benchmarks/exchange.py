@@ -8,17 +8,17 @@ that needs root and iproute2. Without them all ranks share this machine's loopba
 say little, and bytes are accounted, not measured.
 
 Every number of ranks first measures its cost model, as training does at its start (under a
-second), refines it by five steps with buckets half as long and three times the factors, then runs
-all cases in turn, each after a barrier and a pause of 0 to 2 ms.
+second), refines it by a few steps with buckets half as long, then runs all cases in turn, a few
+steps of each with a pause of 2 to 4 ms in place of each backward pass.
 
-seconds            of the exchange of one bucket, from the last rank's launch of packed bytes until
-                   the last rank has all it needs, median over rounds. Unpacking and adding come on
-                   top (decode_seconds): ranks that share a core do that slower than those of a
-                   cluster
+seconds            of the exchange of one bucket, from the launch of packed bytes on the rank that
+                   launches last until that rank has all it needs: what it adds to a step; median
+                   over steps. Unpacking and adding come on top (decode_seconds): ranks that share
+                   a core do that slower than those of a cluster
 predicted_seconds  what the refined model says of it; it was fitted to other sizes
 predicted_at_start_seconds  what it said before the steps
 bytes_per_rank     what the interface of the rank that received most has counted in that time,
-                   median over rounds, TCP's headers and Horovod's messages about the exchange
+                   median of two rounds, TCP's headers and Horovod's messages about the exchange
                    included. Counted in a job of its own, where 32 buckets of the case are under way
                    at once (dense: one), as in a step, and Horovod looks for work every 50 ms, not
                    every ms: its ranks talk each time, exchange or not
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=numbers(int), default=[2, 4, 8], metavar="N,N,...")
     parser.add_argument("--cfs", type=numbers(float), default=[10.0, 100.0, 1000.0])
     parser.add_argument("--elements", type=numbers(int), default=[2_000_000])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--rate", default="200mbit", help="of every link (default 200mbit)")
     parser.add_argument("--values", choices=VALUE_FORMATS, default="float16")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo")
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         if not problem:
             counted = run_job(options, ranks, BYTE_ROUNDS, predict=False, env=RARE_CYCLES)
         pairs = zip(timed["cases"], counted["cases"], strict=True)
-        added = [finished(case, other["rounds"], problem) for case, other in pairs]
+        added = [finished(case, other["steps"], problem) for case, other in pairs]
         cases += added
         print(
             f"{ranks} ranks, {where(options, problem)}; cost model measured in "
@@ -171,21 +171,21 @@ def where(options: argparse.Namespace, problem: str) -> str:
 
 
 def finished(case: dict[str, Any], counted: dict[str, Any], problem: str) -> dict[str, Any]:
-    """Return a case with the medians of its rounds; bytes from the rounds ``counted``."""
-    rounds = case["rounds"]
-    seconds = statistics.median(rounds["seconds"])
-    accounted = statistics.median(rounds["accounted_bytes"])
+    """Return a case with the medians of its steps; bytes from the steps ``counted``."""
+    steps = case["steps"]
+    seconds = statistics.median(steps["seconds"])
+    accounted = statistics.median(steps["accounted_bytes"])
     received = sent = None
     if not problem:
         received, sent = (
             statistics.median(counted[f"{way}_bytes"]) for way in ("received", "sent")
         )
     return {
-        **{key: value for key, value in case.items() if key != "rounds"},
+        **{key: value for key, value in case.items() if key != "steps"},
         "seconds": seconds,
-        "fastest_seconds": min(rounds["seconds"]),
-        "slowest_seconds": max(rounds["seconds"]),
-        "decode_seconds": statistics.median(rounds["decode_seconds"]),
+        "fastest_seconds": min(steps["seconds"]),
+        "slowest_seconds": max(steps["seconds"]),
+        "decode_seconds": statistics.median(steps["decode_seconds"]),
         "prediction_error": case["predicted_seconds"] / seconds - 1.0,
         "prediction_error_at_start": case["predicted_at_start_seconds"] / seconds - 1.0,
         "bytes_per_rank": accounted if received is None else received,

@@ -39,8 +39,10 @@ TIMEOUT_SECONDS = 120.0
 Case = tuple[str, int, float | None]  # strategy, elements, CF
 COUNTED_COPIES = 32  # buckets under way at once while bytes are counted
 CONTROL = "dense again"  # dense against itself: how far the machine's noise reaches
-LARGEST_PAUSE_SECONDS = 2e-3
-STEPS = 5  # by which the model is refined, of each kind
+# Of the same case, one after the other; the first begins after a barrier, and is left out.
+DENSE_STEPS, SPARSE_STEPS = 2, 6
+PAUSE_SECONDS = (2e-3, 4e-3)  # in place of a forward and backward pass
+REFINING_ROUNDS = 2
 
 
 def predict(
@@ -60,7 +62,7 @@ def calls_of(
 
 
 class TimedCollectives:
-    """Collectives whose first launch waits for all ranks to be that far, and starts the clock."""
+    """Collectives whose first launch calls ``begin``."""
 
     def __init__(self, inner: Collectives, begin: Callable[[], None]) -> None:
         self._inner = inner
@@ -95,33 +97,35 @@ class Rank:
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._selections: dict[tuple[int, int], SparseGradient] = {}
 
-    def run(self, strategy: str, elements: int, cf: float | None) -> dict[str, float]:
-        """Do one exchange; clock readings and bytes of this rank."""
+    def run(self, strategy: str, elements: int, cf: float | None) -> list[dict[str, float]]:
+        """Do some exchanges, as steps of training follow each other; what the later ones took."""
+        self._barrier()
+        many = DENSE_STEPS if cf is None else SPARSE_STEPS
+        steps = [self._step(strategy, elements, cf) for _ in range(many)]
+        return steps[1:]
+
+    def _step(self, strategy: str, elements: int, cf: float | None) -> dict[str, float]:
         values, output = self._tensors_of(elements)
         start = 0.0
 
         def begin() -> None:
             nonlocal start
-            self._barrier()
             # Horovod looks for work every ms; backward ends at any moment in between.
-            time.sleep(self._pauses.uniform(0.0, LARGEST_PAUSE_SECONDS))
+            time.sleep(self._pauses.uniform(*PAUSE_SECONDS))
             start = time.perf_counter()
 
         timed = TimedCollectives(self._collectives, begin)
-        leader = self._next_leader()
-        exchange = self._launch(timed, strategy, values, cf, leader, "")
+        exchange = self._launch(timed, strategy, values, cf, self._next_leader(), "")
         wait_until(exchange.done, TIMEOUT_SECONDS, lambda: f"{strategy} of {elements}")
         exchanged = time.perf_counter()
         exchange.finish(output)
-        end = time.perf_counter()
         return {
-            "start": start,
-            "exchanged": exchanged,
-            "decode_seconds": end - exchanged,
+            "seconds": exchanged - start,
+            "decode_seconds": time.perf_counter() - exchanged,
             "accounted_bytes": exchange.sent_bytes,
         }
 
-    def count(self, strategy: str, elements: int, cf: float | None) -> dict[str, float]:
+    def count(self, strategy: str, elements: int, cf: float | None) -> list[dict[str, float]]:
         """Do some exchanges of the same kind at once; the bytes of this rank for each of them."""
         values, output = self._tensors_of(elements)
         copies = COUNTED_COPIES if cf is not None else 1
@@ -141,10 +145,12 @@ class Rank:
         after = self._traffic()
         for exchange in exchanges:
             exchange.finish(output)
-        return {
-            "received_bytes": (after[0] - before[0]) / copies,
-            "sent_bytes": (after[1] - before[1]) / copies,
-        }
+        return [
+            {
+                "received_bytes": (after[0] - before[0]) / copies,
+                "sent_bytes": (after[1] - before[1]) / copies,
+            }
+        ]
 
     def _tensors_of(self, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
         if elements not in self._tensors:
@@ -205,7 +211,7 @@ class Rank:
 
 
 def run_cases(
-    run: Callable[..., dict[str, float]], cases: list[Case], rounds: int
+    run: Callable[..., list[dict[str, float]]], cases: list[Case], rounds: int
 ) -> list[list[dict[str, float]]]:
     """Run every case once to warm up and then once a round, in another order each round."""
     records: list[list[dict[str, float]]] = [[] for _ in cases]
@@ -213,29 +219,29 @@ def run_cases(
         order = list(range(len(cases)))
         random.Random(turn).shuffle(order)  # the same on all ranks
         for index in order:
-            record = run(*cases[index])
+            steps = run(*cases[index])
             if turn > 0:
-                records[index].append(record)
+                records[index] += steps
     return records
 
 
 def steps_of_training(
     rank: Rank, model: CostModel, channel: CollectivesChannel, options: dict[str, Any]
 ) -> CostModel:
-    """Return the model after some steps with buckets half as long, and with other factors."""
+    """Return the model after some steps with buckets half as long."""
     cases: list[Case] = []
     for elements in options["elements"]:
         cases.append(("dense", elements // 2, None))
         for cf in options["cfs"]:
-            cases += [(how, elements // 2, 3 * cf) for how in ("allgather", "shared-index")]
-    records = run_cases(rank.run, cases, STEPS)
+            cases += [(how, elements // 2, cf) for how in ("allgather", "shared-index")]
+    records = run_cases(rank.run, cases, REFINING_ROUNDS)
     own = [
         ExchangeTiming(
             step,
             index,
             strategy,
             0 if cf is None else k_for(elements, cf),
-            record["exchanged"] - record["start"],
+            record["seconds"],
         )
         for index, (strategy, elements, cf) in enumerate(cases)
         for step, record in enumerate(records[index])
@@ -250,13 +256,15 @@ def steps_of_training(
 
 
 def over_ranks(records: list[tuple[dict[str, float], ...]]) -> dict[str, list[float]]:
-    """Return lists by round; records: of all ranks, by round."""
-    most = {key: [max(one[key] for one in ranks) for ranks in records] for key in records[0][0]}
-    if "start" in most:
-        # One machine, one clock: from the last rank's launch until the last rank has everything.
-        times = zip(most.pop("start"), most.pop("exchanged"), strict=True)
-        most["seconds"] = [end - start for start, end in times]
-    return most
+    """Return lists by step; records: of all ranks, by step.
+
+    Who launches last has seen the exchange and no waiting: the least of the seconds counts.
+    """
+    over = {key: min if key == "seconds" else max for key in records[0][0]}
+    return {
+        key: [choose(one[key] for one in ranks) for ranks in records]
+        for key, choose in over.items()
+    }
 
 
 def main() -> None:
@@ -294,7 +302,7 @@ def main() -> None:
             "ranks": collectives.size,
             "elements": elements,
             "cf": cf,
-            "rounds": over_ranks(list(zip(*(one[index] for one in by_rank), strict=True))),
+            "steps": over_ranks(list(zip(*(one[index] for one in by_rank), strict=True))),
         }
         for index, (strategy, elements, cf) in enumerate(cases if records else [])
     ]

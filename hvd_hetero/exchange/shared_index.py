@@ -42,7 +42,9 @@ class SharedIndexExchange:
         leader: the rank that has selected; equal on all ranks.
         indices: int64 [k], ascending: the leader's selection; None on the other ranks. Among its
             entries are its non-finite ones, if there are any (as ``Selector`` selects).
-        values_as: "float32": values are added as they are. "float16": as fixed point of 12 or 16
+        weight_share: of this rank in the sum of all ranks' weights; None: all weigh the same. The
+            shares of all ranks add up to 1 at most. Fixed point goes by it.
+        values_as: "float32": values are added as they are. "float16": as fixed point of 10 to 21
             bits where ``shared_value_bytes`` says so. A sum of float16 would be rounded on its way
             with no rank to keep the error; fixed point is rounded by its owner alone.
 
@@ -67,6 +69,7 @@ class SharedIndexExchange:
         leader: int,
         indices: torch.Tensor | None,
         values_as: str = "float32",
+        weight_share: float | None = None,
     ) -> None:
         ranks = collectives.size
         check_int("leader", leader, minimum=0, maximum=ranks - 1)
@@ -82,6 +85,7 @@ class SharedIndexExchange:
         self._collectives = collectives
         self._values = values
         self._name = name
+        self._weight_share = weight_share
         self.indices = indices
         self.sent_values: torch.Tensor | None = None
         self.nonfinite = False
@@ -133,7 +137,7 @@ class SharedIndexExchange:
         if self._fixed_point:
             selected = self._values.index_select(0, self.indices).abs()
             largest = selected.max() if self._k else selected.new_zeros(())
-            step = step_for(largest, self._collectives.size)
+            step = step_for(largest, self._collectives.size, self._weight_share)
             packet[self._index_bytes :] = step.reshape(1).view(torch.uint8)
         return packet
 
@@ -146,7 +150,9 @@ class SharedIndexExchange:
         selected.masked_fill_(self._flag, 0.0)
         if self._fixed_point:
             self._step = packet[self._index_bytes :].clone().view(torch.float32)
-            integers, self.sent_values = quantize(selected, self._step, self._collectives.size)
+            integers, self.sent_values = quantize(
+                selected, self._step, self._collectives.size, self._weight_share
+            )
             selected = pack_fields(integers, self._collectives.size)
         message = torch.cat((selected, self._flag.to(selected.dtype).reshape(1)))
         return self._collectives.allreduce_async(message, f"{self._name}.shared.values")

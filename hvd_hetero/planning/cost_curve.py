@@ -16,7 +16,10 @@ from hvd_hetero.errors import ConfigurationError, check_float
 _SAME_SIZE = 1.25
 _NEW_SHARE = 0.5
 _REACH = 32.0
-_LARGEST_CORRECTION = 16.0
+_LARGEST_CORRECTION = 64.0
+# Beyond the last knot its slope counts within this factor of that from the first knot to the last:
+# one message delayed by chance must not make bytes free, nor ten times as dear.
+_SLOPE_BOUND = 2.0
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,13 @@ class CostCurve:
 
     bytes: ascending, at least one. seconds: as many; made non-decreasing when built, as a larger
     message that was measured faster is noise. Below the first knot the time is the first knot's
-    (latency does not shrink with the message), beyond the last one the last slope continues.
+    (latency does not shrink with the message), beyond the last one the last slope continues, but
+    at least half and at most twice that of all knots.
 
     corrections: (bytes, factor), ascending: by what steps show these lines to be wrong. Between
     two of them, and to 1 at 32 times more or less bytes than were seen, the logarithm of the
-    factor goes straight in that of the bytes.
+    factor goes straight in that of the bytes. Where bytes take more than latency, the last factor
+    holds for all more bytes too.
 
     Raises ConfigurationError for no knots, unequal lengths, bytes that do not ascend, and numbers
     that are negative or not finite.
@@ -116,7 +121,12 @@ class CostCurve:
         sizes, times = self.bytes, self.seconds
         if bytes <= sizes[0] or len(sizes) == 1:
             return times[0]
-        right = min(bisect_right(sizes, bytes), len(sizes) - 1)
+        if bytes >= sizes[-1]:
+            overall = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
+            slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+            slope = min(max(slope, overall / _SLOPE_BOUND), overall * _SLOPE_BOUND)
+            return times[-1] + slope * (bytes - sizes[-1])
+        right = bisect_right(sizes, bytes)
         left = right - 1
         slope = (times[right] - times[left]) / (sizes[right] - sizes[left])
         return times[left] + slope * (bytes - sizes[left])
@@ -125,7 +135,9 @@ class CostCurve:
         if not self.corrections:
             return 1.0
         bytes = max(bytes, 1.0)
-        (first, _), (last, _) = self.corrections[0], self.corrections[-1]
+        (first, _), (last, at_last) = self.corrections[0], self.corrections[-1]
+        if bytes >= last and self._uncorrected(last) > 2 * self.seconds[0]:
+            return at_last
         points = [(first / _REACH, 1.0), *self.corrections, (last * _REACH, 1.0)]
         if not points[0][0] < bytes < points[-1][0]:
             return 1.0

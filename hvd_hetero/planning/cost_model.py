@@ -80,7 +80,7 @@ def shared_value_bytes(ranks: int, itemsize: int, values_as: str) -> float:
     """Return the bytes of a value that is summed on its way in a shared-index exchange.
 
     With ``values_as="float16"``, float32 gradients (itemsize 4) and a number of ranks whose sums
-    fit, values are fixed-point numbers, 5 or 4 of them in 8 bytes; else a value is ``itemsize``.
+    fit, values are fixed-point numbers, 3 to 6 of them in 8 bytes; else a value is ``itemsize``.
     """
     if values_as == "float16" and itemsize == 4 and field_bits(ranks) is not None:
         return 8 / fields_in_word(ranks)

@@ -109,6 +109,12 @@ class Balancer:
         return self._schedule.latest
 
     @property
+    def planned_share(self) -> float:
+        """This rank's part of the newest plan's samples; over all ranks they add up to 1."""
+        plan = self.plan
+        return plan.local_batches[self._collectives.rank] / sum(plan.local_batches)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one backward pass over all ranks."""
         return self._config.global_batch_size

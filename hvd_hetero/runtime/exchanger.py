@@ -74,6 +74,8 @@ class GradientExchanger:
     ``describe_step`` gives the words that errors use for "where" (rank and step). ``average``:
     what Horovod does with uncompressed gradients, average or sum; ``per_pass_weights``: passes of
     one step may count differently (by samples), so that they cannot add up in ``p.grad``.
+    ``weight_share``: about this rank's part in the weights of all ranks, None where all weigh the
+    same; at any step the parts of all ranks add up to 1 at most.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class GradientExchanger:
         values_as: str = "float16",
         average: bool = True,
         per_pass_weights: bool = True,
+        weight_share: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._collectives = collectives
         self.prefix = prefix
@@ -101,6 +104,7 @@ class GradientExchanger:
         self._values_as = values_as
         self._average = average
         self._per_pass_weights = per_pass_weights
+        self._weight_share = weight_share
         self.mode = SparsityMode()
         self.sample: GradientSample | None = None
         self.passes_per_step = 1
@@ -476,6 +480,7 @@ class GradientExchanger:
             leader,
             indices,
             self._values_as,
+            self._weight_share(),
         )
 
     def _sample_compensated(self, bucket: Bucket) -> None:

@@ -32,8 +32,11 @@ def test_a_correction_fades_with_the_distance_in_size(
     refined = LINE.refined(size, factor * LINE.seconds_for(size))
     applied = refined.seconds_for(other) / LINE.seconds_for(other)
     assert min(1.0, factor) - 1e-9 <= applied <= max(1.0, factor) + 1e-9
-    if not 1 / 32 < other / size < 32:
+    dear = LINE.seconds_for(size) > 2 * LINE.seconds_for(0)  # bytes take more than latency
+    if other <= size / 32 or (other >= size * 32 and not dear):
         assert applied == pytest.approx(1.0)
+    if other >= size and dear:
+        assert applied == pytest.approx(factor)
 
 
 @given(st.lists(st.tuples(SIZES, FACTORS), min_size=1, max_size=8))
@@ -57,8 +60,19 @@ def test_the_same_size_again_meets_half_way() -> None:
     assert twice.corrections == ((1.1e5, pytest.approx(2.0)),)
 
 
+@given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=6))
+def test_no_single_knot_makes_bytes_free_or_dear(seconds: list[float]) -> None:
+    sizes = [10.0 ** (3 + index) for index in range(len(seconds))]
+    curve = CostCurve(tuple(sizes), tuple(seconds))
+    first, last = curve.seconds[0], curve.seconds[-1]
+    per_byte = (last - first) / (sizes[-1] - sizes[0])
+    more = curve.seconds_for(3 * sizes[-1]) - last
+    tiny = 1e-9
+    assert 0.5 * per_byte * 2 * sizes[-1] - tiny <= more <= 2 * per_byte * 2 * sizes[-1] + tiny
+
+
 def test_nonsense_is_bounded_and_refused() -> None:
-    assert LINE.refined(1e4, 1e6).seconds_for(1e4) == pytest.approx(16 * LINE.seconds_for(1e4))
+    assert LINE.refined(1e4, 1e6).seconds_for(1e4) == pytest.approx(64 * LINE.seconds_for(1e4))
     assert LINE.refined(1e4, 0.0) == LINE
     with pytest.raises(ConfigurationError, match="seconds"):
         LINE.refined(1e4, math.nan)

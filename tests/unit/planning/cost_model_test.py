@@ -72,9 +72,10 @@ def test_shared_index_bytes_hardly_grow(ranks: int, index_bytes: int, k: int) ->
 
 def test_bytes_of_shared_values() -> None:
     """Fixed point for float32 gradients on request, while sums over the ranks fit."""
-    assert shared_value_bytes(8, 4, "float16") == 1.6
-    assert shared_value_bytes(9, 4, "float16") == 2.0
-    assert shared_value_bytes(4096, 4, "float16") == 4.0
+    assert shared_value_bytes(4, 4, "float16") == 8 / 5
+    assert shared_value_bytes(8, 4, "float16") == 8 / 6
+    assert shared_value_bytes(4096, 4, "float16") == 8 / 3
+    assert shared_value_bytes(20000, 4, "float16") == 4.0
     assert shared_value_bytes(8, 4, "float32") == 4.0
     assert shared_value_bytes(8, 8, "float16") == 8.0
 
