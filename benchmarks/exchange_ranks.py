@@ -238,9 +238,7 @@ def steps_of_training(
     own = [
         ExchangeTiming(
             step,
-            index,
-            strategy,
-            0 if cf is None else k_for(elements, cf),
+            ((index, strategy, 0 if cf is None else k_for(elements, cf)),),
             record["seconds"],
         )
         for index, (strategy, elements, cf) in enumerate(cases)
@@ -249,7 +247,7 @@ def steps_of_training(
     reports = channel.allgather({"timings": [one.to_list() for one in own]}, "steps")
     return refined_by_steps(
         model,
-        [[ExchangeTiming(*one) for one in report["timings"]] for report in reports],
+        [[ExchangeTiming.from_list(one) for one in report["timings"]] for report in reports],
         [(elements, torch.float32) for _, elements, _ in cases],
         options["values_as"],
     )

@@ -6,21 +6,25 @@ Ranks on hosts of a lab (``benchmarks/lab``: network namespaces, links shaped to
 iproute2) train the same network on scikit-learn's digits many times over in one job: without
 compression, with every fixed factor and exchange, and with ``policy="model"`` once for each
 objective. Every training first does --windows windows (default 2) by itself, after which the
-policy has made its choice and makes no other. Then all take one step after the other in turn,
---steps times, in which step seconds (median), gain and residual ratio are measured, the last two
-exactly, over all coordinates:
+policy has made its choice and makes no other. Then they take turns of a few steps, as training
+does, --rounds times, in which step seconds are taken (medians; the first step of a turn is left
+out). Then each takes a few more, in which gain and residual ratio are measured exactly, over all
+coordinates:
 
     gain   sum over ranks of ||what is sent||^2 / sum over ranks of ||a||^2
     rho    ||sum over ranks of e|| / ||sum over ranks of r g||
     J      step seconds / gain, or step seconds * (1 + kappa * rho^p)
 
-``of_best`` is J of the policy over the least J of the sweep; the bar is 1.05. ``control`` is the
-seconds of the sweep's best option in every second turn over those in the others.
+``of_best`` is J of the policy over the J of the sweep's best option; the bar is 1.05. The best
+option is the one of half of the turns, and both Js come from the other half, as the least of many
+noisy numbers is too small; this is done both ways, and the mean counts. ``control`` is the best
+option against itself: its seconds in every second turn over those in the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -37,6 +41,8 @@ from benchmarks.lab import Lab, LabError, LaunchError, run_ranks, why_not  # noq
 from benchmarks.tables import print_table, write_json  # noqa: E402
 
 OBJECTIVES = ("gain", "residual")
+TURN_STEPS = 4
+EXACT_STEPS = 4
 
 
 def main() -> None:
@@ -48,7 +54,7 @@ def main() -> None:
     parser.add_argument("--max-cf", type=float, default=640.0)
     parser.add_argument("--window", type=int, default=10)
     parser.add_argument("--windows", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=768, help="width of the two hidden layers")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     parser.add_argument("--lr", type=float, default=0.05)
@@ -151,23 +157,29 @@ def work(options: argparse.Namespace) -> None:
         for _ in range(options.windows * options.window):
             training.step()
         training.decide_no_more()
-    for _ in range(options.steps):
+    for _ in range(options.rounds):
         for training in trainings:
-            training.step(measure=True)
+            training.turn()
+    for training in trainings:
+        for _ in range(EXACT_STEPS):
+            training.step(exact=True)
     cases = [training.case(penalty) for training in trainings]
     swept, chosen = cases[: len(sweep)], cases[len(sweep) :]
     verdicts = []
     for objective, own in zip(objectives, chosen, strict=True):
         key = f"J {objective}"
-        best = min(range(len(swept)), key=lambda number: swept[number][key])
-        seconds = trainings[best].seconds
+        ratios = []
+        for half, other in (("even", "odd"), ("odd", "even")):
+            best = min(swept, key=lambda case: case[f"{key}, {half}"])
+            ratios.append(own[f"{key}, {other}"] / best[f"{key}, {other}"])
+        best = min(swept, key=lambda case: case[key])
         verdicts.append(
             {
                 "objective": objective,
                 "chosen": own["option"],
-                "best": swept[best]["option"],
-                "of_best": own[key] / swept[best][key],
-                "control": statistics.median(seconds[::2]) / statistics.median(seconds[1::2]),
+                "best": best["option"],
+                "of_best": statistics.mean(ratios),
+                "control": best[f"{key}, even"] / best[f"{key}, odd"],
             }
         )
     if hvd.rank() == 0:
@@ -201,8 +213,8 @@ class Training:
         import hvd_hetero as het
 
         self.name = name
-        self.seconds: list[float] = []
-        self.gain, self.rho = 1.0, 0.0
+        self.turns: list[list[float]] = []
+        self.energies = torch.zeros(4, dtype=torch.float64)  # sent, of all, left, fresh
         images, labels = load_digits(return_X_y=True)
         self.x = torch.tensor(images / 16.0, dtype=torch.float32)
         self.y = torch.tensor(labels)
@@ -219,55 +231,71 @@ class Training:
         """Stay with the option in force."""
         self.optimizer._hetero._coordinator.control = None
 
-    def step(self, measure: bool = False) -> None:
-        """Train one step; ``measure``: keep its seconds, its gain and its residual ratio."""
+    def turn(self) -> None:
+        """Take some steps one after the other, and keep the seconds of all but the first."""
+        import horovod.torch as hvd
+
+        hvd.barrier()
+        times = []
+        for _ in range(TURN_STEPS):
+            start = time.perf_counter()
+            self.step()
+            times.append(time.perf_counter() - start)
+        self.turns.append(times[1:])
+
+    def step(self, exact: bool = False) -> None:
+        """Train one step; ``exact``: look at what is sent and what is left on all ranks."""
         import horovod.torch as hvd
         import torch
 
         rows = torch.randint(0, len(self.x), (32,), generator=self.random)
-        hvd.barrier()
-        start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self.model(self.x[rows]), self.y[rows])
         loss.backward()
-        spent = time.perf_counter() - start
         exchanger = self.optimizer._hetero.exchanger
         before, own = None, None
-        if measure and exchanger.mode.cf is not None:
+        if exact and exchanger.mode.cf is not None:
             # Local gradients lie in p.grad until synchronize() writes what was summed.
             own = flat(exchanger, lambda member: member.parameter.grad) / hvd.size()
             before = residuals(exchanger)
-        start = time.perf_counter()
         self.optimizer.step()
-        if measure:
-            self.seconds.append(spent + time.perf_counter() - start)
         if own is None or before is None:
             return
         after = residuals(exchanger)
         a = own + before
         energies = torch.stack([(a - after).square().sum(), a.square().sum()])
         energies = hvd.allreduce(energies, op=hvd.Sum, name="energies")
-        held = hvd.allreduce(after, op=hvd.Sum, name="held").norm()
-        fresh = hvd.allreduce(own, op=hvd.Sum, name="fresh").norm()
-        self.gain, self.rho = float(energies[0] / energies[1]), float(held / fresh)
+        held = hvd.allreduce(after, op=hvd.Sum, name="held").square().sum()
+        fresh = hvd.allreduce(own, op=hvd.Sum, name="fresh").square().sum()
+        self.energies += torch.stack([*energies, held, fresh])
 
     def case(self, penalty: Any) -> dict[str, Any]:
         """Return what was measured; the slowest rank's view of the seconds counts."""
         import horovod.torch as hvd
 
         mode = self.optimizer._hetero.exchanger.mode
-        seconds = max(hvd.allgather_object(statistics.median(self.seconds), name="seconds"))
-        return {
+        parts = {"": self.turns, ", even": self.turns[::2], ", odd": self.turns[1::2]}
+        own = {name: statistics.median(itertools.chain(*turns)) for name, turns in parts.items()}
+        by_rank = hvd.allgather_object(own, name="seconds")
+        sent, everything, left, fresh = self.energies.tolist()
+        gain = sent / everything if everything else 1.0
+        rho = (left / fresh) ** 0.5 if fresh else 0.0
+        case = {
             "training": self.name,
             "option": "dense" if mode.cf is None else f"CF {mode.cf:g} {mode.strategy}",
             "cf": mode.cf,
             "strategy": "dense" if mode.cf is None else mode.strategy,
-            "seconds": seconds,
-            "gain": self.gain,
-            "rho": self.rho,
-            "J gain": seconds / self.gain,
-            "J residual": seconds * penalty.factor(self.rho),
+            "gain": gain,
+            "rho": rho,
         }
+        for part in parts:
+            seconds = max(one[part] for one in by_rank)
+            case |= {
+                f"seconds{part}": seconds,
+                f"J gain{part}": seconds / gain,
+                f"J residual{part}": seconds * penalty.factor(rho),
+            }
+        return case
 
 
 def residuals(exchanger: Any) -> Any:

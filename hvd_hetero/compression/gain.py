@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,18 @@ from torch import Tensor
 from hvd_hetero.errors import ConfigurationError
 
 _PIECE_ELEMENTS = 1 << 16
+
+
+class Worth(NamedTuple):
+    """Of a factor in steady state: gain; rho; and the coherence of the ranks' residuals.
+
+    coherence: ||sum_i e_i||^2 / (n sum_i ||e_i||^2) over n ranks, 1 where all hold the same back
+    and 1/n where what they hold back has nothing in common.
+    """
+
+    gain: float
+    rho: float
+    coherence: float
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class Curves:
         momentary: gain of each factor on gradient plus residual as they are now. The residual is
             that of the factor in force, which flatters every higher one.
         rho: residual ratio of each factor as if it had been in force for long.
+        coherence: of each factor, likewise; see ``Worth``.
         residual_ratio: of the residual that really is there, at the window's end.
         raw_energy: mean over steps and ranks of ||r_i g_i||^2, for the whole model. It does not
             depend on the factor, so it tells whether training itself is changing.
@@ -45,6 +58,7 @@ class Curves:
     gain: Mapping[float, float]
     momentary: Mapping[float, float]
     rho: Mapping[float, float]
+    coherence: Mapping[float, float]
     residual_ratio: float
     raw_energy: float
     total_energy: float
@@ -53,19 +67,20 @@ class Curves:
 
     def is_finite(self) -> bool:
         """Return whether no number is infinite or NaN."""
-        curves = (*self.gain.values(), *self.momentary.values(), *self.rho.values())
+        by_factor = (self.gain, self.momentary, self.rho, self.coherence)
+        curves = [number for one in by_factor for number in one.values()]
         numbers = (self.raw_energy, self.total_energy, self.residual_ratio, *curves)
         return all(math.isfinite(number) for number in numbers)
 
-    def at(self, cf: float) -> tuple[float, float]:
-        """Return steady-state gain and rho of ``cf``.
+    def at(self, cf: float) -> Worth:
+        """Return what ``cf`` is worth in steady state.
 
         Raises:
             ConfigurationError: ``cf`` was not measured.
         """
         if cf not in self.gain:
             raise ConfigurationError(f"cf={cf:g} was not measured: known are only {list(self.cfs)}")
-        return self.gain[cf], self.rho[cf]
+        return Worth(self.gain[cf], self.rho[cf], self.coherence[cf])
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values, one list per field in the order of ``cfs``."""
@@ -74,6 +89,7 @@ class Curves:
             "gain": [self.gain[cf] for cf in self.cfs],
             "momentary": [self.momentary[cf] for cf in self.cfs],
             "rho": [self.rho[cf] for cf in self.cfs],
+            "coherence": [self.coherence[cf] for cf in self.cfs],
             "residual_ratio": self.residual_ratio,
             "raw_energy": self.raw_energy,
             "total_energy": self.total_energy,

@@ -212,6 +212,10 @@ class GradientSample:
             gain={cf: _share(*energies[i]) for i, cf in enumerate(self.cfs)},
             momentary={cf: _share(kept[i], total) for i, cf in enumerate(self.cfs)},
             rho={cf: _ratio(residuals[i], energy[strides[i]]) for i, cf in enumerate(self.cfs)},
+            coherence={
+                cf: _coherence(residuals[i], energies[i], ranks, steps)
+                for i, cf in enumerate(self.cfs)
+            },
             residual_ratio=_ratio(left, energy[1]),
             raw_energy=raw * self._scale / max(steps, 1.0),
             total_energy=total * self._scale / max(looks, 1.0),
@@ -292,6 +296,21 @@ def _one_in_each_run(elements: int, count: int, random: np.random.Generator) -> 
 def _share(kept: float, total: float) -> float:
     """Gain: 1 where there is nothing to lose. Sums in another order may exceed 1 by a last bit."""
     return min(1.0, float(kept) / float(total)) if total != 0.0 else 1.0
+
+
+def _coherence(
+    sketch: NDArray[np.float64], energies: NDArray[np.float64], ranks: float, steps: float
+) -> float:
+    """Coherence of residuals, from their sum's sketch and energies kept and in total.
+
+    ranks, steps: numbers of ranks, and of steps over all ranks. 1 without any residual.
+    """
+    kept, total = (float(one) for one in energies)
+    if steps <= 0.0 or total <= kept:
+        return 1.0
+    apart = (total - kept) * ranks / steps  # sum over ranks of ||e_i||^2, mean over steps
+    together = float(np.dot(sketch, sketch))
+    return min(max(together / (ranks * apart), 1.0 / ranks), 1.0)
 
 
 def _ratio(sketch: NDArray[np.float64], energy: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hvd_hetero.compression.controller_state import ControllerState
-from hvd_hetero.compression.gain import Curves
+from hvd_hetero.compression.gain import Curves, Worth
 from hvd_hetero.planning.objective import Penalty
 from hvd_hetero.planning.step_time import Option
 
@@ -70,7 +70,7 @@ class PolicyState:
         option: in force.
         controller: of GraVAC's search; None with other policies.
         corrections: for each option that was in force, measured over predicted step seconds.
-        worth: for each factor, its smoothed gain and rho with an allgather.
+        worth: for each factor, smoothed, with an allgather.
         raw_energy: smoothed energy of the gradient alone; None before the first.
         cap: highest rung of the ladder that may be used. cap_windows: since it last changed.
         previous: the option before the last change, until that has been judged.
@@ -85,7 +85,7 @@ class PolicyState:
     option: Option
     controller: ControllerState | None
     corrections: Mapping[Option, float]
-    worth: Mapping[float, tuple[float, float]]
+    worth: Mapping[float, Worth]
     raw_energy: float | None
     cap: int
     cap_windows: int
@@ -104,7 +104,7 @@ class PolicyState:
             "option": self.option.to_list(),
             "controller": None if self.controller is None else self.controller.to_dict(),
             "corrections": [[*option.to_list(), x] for option, x in self.corrections.items()],
-            "worth": [[cf, gain, rho] for cf, (gain, rho) in self.worth.items()],
+            "worth": [[cf, *worth] for cf, worth in self.worth.items()],
             "previous": None if self.previous is None else self.previous.to_list(),
         }
 
@@ -118,7 +118,7 @@ class PolicyState:
                 "option": Option(*values["option"]),
                 "controller": None if controller is None else ControllerState.from_dict(controller),
                 "corrections": {Option(cf, how): x for cf, how, x in values["corrections"]},
-                "worth": {float(cf): (gain, rho) for cf, gain, rho in values["worth"]},
+                "worth": {float(cf): Worth(*worth) for cf, *worth in values["worth"]},
                 "previous": None if previous is None else Option(*previous),
             }
         )

@@ -12,24 +12,30 @@ import torch
 from hvd_hetero.planning.cost_model import CostModel
 from hvd_hetero.planning.step_time import collective_calls
 
+Exchanged = tuple[int, str, int]  # bucket, strategy, entries (0 for "dense")
+
 
 @dataclass(frozen=True)
 class ExchangeTiming:
-    """How long a rank saw a bucket's exchange take, alone, from its own launch on.
+    """How long a rank saw one or more exchanges take, from its own launch of the first on.
 
-    step: equal on all ranks. entries: k, 0 for "dense". seconds: of this rank, waiting for ranks
-    that launched later included.
+    step: equal on all ranks. exchanges: more than one where they ended as one, as Horovod fuses
+    small collectives. seconds: of this rank, waiting for ranks that launched later included.
     """
 
     step: int
-    bucket: int
-    strategy: str
-    entries: int
+    exchanges: tuple[Exchanged, ...]
     seconds: float
 
     def to_list(self) -> list[Any]:
-        """Return JSON-able values; ``ExchangeTiming(*values)`` undoes it."""
-        return [self.step, self.bucket, self.strategy, self.entries, self.seconds]
+        """Return JSON-able values; ``from_list`` undoes it."""
+        return [self.step, [list(one) for one in self.exchanges], self.seconds]
+
+    @classmethod
+    def from_list(cls, values: Sequence[Any]) -> ExchangeTiming:
+        """Build from what ``to_list`` returned."""
+        step, exchanges, seconds = values
+        return cls(step, tuple((index, how, k) for index, how, k in exchanges), seconds)
 
 
 def refined_by_steps(
@@ -50,20 +56,22 @@ def refined_by_steps(
         buckets: elements, and the dtype in which they travel dense, by index.
         values_as: as in ``wire.pack``.
     """
-    by_rank = [
-        {(t.step, t.bucket, t.strategy, t.entries): t.seconds for t in own} for own in timings
-    ]
+    by_rank = [{(one.step, one.exchanges): one.seconds for one in own} for own in timings]
     if not by_rank:
         return model
-    seen: dict[tuple[int, str, int], list[float]] = {}
-    for exchange in sorted(set(by_rank[0]).intersection(*by_rank[1:])):
-        _, bucket, strategy, entries = exchange
-        least = min(own[exchange] for own in by_rank)
-        seen.setdefault((bucket, strategy, entries), []).append(least)
-    for (bucket, strategy, entries), seconds in sorted(seen.items()):
-        if bucket >= len(buckets):
+    seen: dict[tuple[Exchanged, ...], list[float]] = {}
+    for step, exchanges in sorted(set(by_rank[0]).intersection(*by_rank[1:])):
+        least = min(own[step, exchanges] for own in by_rank)
+        seen.setdefault(exchanges, []).append(least)
+    for exchanges, seconds in sorted(seen.items()):
+        if any(bucket >= len(buckets) for bucket, _, _ in exchanges):
             continue
-        elements, dtype = buckets[bucket]
-        calls = collective_calls(strategy, model.ranks, entries, elements, dtype, values_as)
+        calls = [
+            call
+            for bucket, strategy, entries in exchanges
+            for call in collective_calls(
+                strategy, model.ranks, entries, *buckets[bucket], values_as
+            )
+        ]
         model = model.refined(calls, median(seconds))
     return model

@@ -42,7 +42,7 @@ def highest_rung(spec: Adaptive, state: PolicyState, seen: Observation, strategy
     """Return the highest rung within the cap and ``max_rho``; the lowest is always allowed."""
     best = 0
     for rung, cf in enumerate(spec.ladder()[: state.cap + 1]):
-        worth = gain_and_rho(state, Option(cf, strategy), seen.ranks)
+        worth = gain_and_rho(state, Option(cf, strategy))
         if worth is None or worth[1] <= spec.max_rho:
             best = rung
     return best

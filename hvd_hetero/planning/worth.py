@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hvd_hetero.compression.gain import Worth
 from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.planning.objective import objective_seconds
 from hvd_hetero.planning.policy_state import Observation, PolicyState
@@ -19,9 +20,11 @@ from hvd_hetero.planning.step_time import Option
 CHANGED = 1.3  # a factor by which times differ when something has changed, not just noise
 _NEW_SHARE = 0.5  # of the newest window in all that is remembered
 _FADE = 0.02  # a window: one bad measurement must not bar an option for ever
-# With one rank's indices for all, rho at equal CF is about n**(1/3) times that of an allgather:
-# measured 14 against 7 on 8 ranks at CF 100.
-_SHARED_INDEX_POWER = 1 / 3
+# What one rank's indices for all cost against everybody's own, by L = log(1 / coherence): rho is
+# exp(_RHO * L) times as large, the odds 1 / gain - 1 exp((_ODDS + _ODDS_GAIN * gain) * L) times.
+# Least squares over simulated gradients, within a tenth on average (benchmarks/coherence.py).
+_RHO = 0.38
+_ODDS, _ODDS_GAIN = 0.46, 0.43
 
 
 def learn(state: PolicyState, seen: Observation) -> PolicyState:
@@ -43,26 +46,35 @@ def learn(state: PolicyState, seen: Observation) -> PolicyState:
     curves = seen.curves
     if curves is None or not curves.is_finite() or curves.measurements == 0:
         return state
-    worth: dict[float, tuple[float, float]] = {}
+    worth: dict[float, Worth] = {}
     for cf in curves.cfs:
         new = curves.at(cf)
         old = state.worth.get(cf, new)
-        gain, rho = (x + _NEW_SHARE * (y - x) for x, y in zip(old, new, strict=True))
-        worth[cf] = (gain, rho)
+        worth[cf] = Worth(*(x + _NEW_SHARE * (y - x) for x, y in zip(old, new, strict=True)))
     return replace(state, worth=worth)
 
 
-def gain_and_rho(state: PolicyState, option: Option, ranks: int) -> tuple[float, float] | None:
+def gain_and_rho(state: PolicyState, option: Option) -> tuple[float, float] | None:
     """Return steady-state gain and rho of an option; None while they are not known."""
     if option.cf is None:
         return 1.0, 0.0
     if option.cf not in state.worth:
         return None
-    gain, rho = state.worth[option.cf]
-    if option.strategy == "allgather" or gain <= 0.0:
-        return gain, rho
-    more = ranks**_SHARED_INDEX_POWER
-    return 1.0 / (1.0 + (1.0 / gain - 1.0) * more**2), rho * more
+    known = state.worth[option.cf]
+    return shared_worth(known) if option.strategy == "shared-index" else (known.gain, known.rho)
+
+
+def shared_worth(own: Worth) -> tuple[float, float]:
+    """Return gain and rho with one rank's indices for all, of what they are with everybody's own.
+
+    What ranks hold back together, any of them finds; what each holds back by itself, only it does.
+    """
+    different = -math.log(own.coherence)
+    rho = own.rho * math.exp(_RHO * different)
+    if own.gain <= 0.0:
+        return own.gain, rho
+    odds = (1.0 / own.gain - 1.0) * math.exp((_ODDS + _ODDS_GAIN * own.gain) * different)
+    return 1.0 / (1.0 + odds), rho
 
 
 def seconds(state: PolicyState, seen: Observation, option: Option) -> float:
@@ -74,7 +86,7 @@ def seconds(state: PolicyState, seen: Observation, option: Option) -> float:
 
 def cost(spec: Adaptive, state: PolicyState, seen: Observation, option: Option) -> float:
     """Return J of an option in seconds; infinity while it is not known."""
-    worth = gain_and_rho(state, option, seen.ranks)
+    worth = gain_and_rho(state, option)
     if worth is None:
         return math.inf
     return objective_seconds(seconds(state, seen, option), spec.objective, *worth, seen.penalty)
@@ -83,8 +95,8 @@ def cost(spec: Adaptive, state: PolicyState, seen: Observation, option: Option) 
 def least_loss(spec: Adaptive, state: PolicyState, seen: Observation) -> float:
     """Return the least factor by which compression is known to multiply steps; 1 if unknown."""
     losses = [
-        objective_seconds(1.0, spec.objective, gain, rho, seen.penalty)
-        for gain, rho in state.worth.values()
+        objective_seconds(1.0, spec.objective, worth.gain, worth.rho, seen.penalty)
+        for worth in state.worth.values()
     ]
     return min(losses, default=1.0)
 

@@ -109,9 +109,10 @@ class CompressionControl:
         steps, seconds = self._reported
         self._reported = (self._steps, self._exchanger.compress_seconds)
         count = max(self._steps - steps, 1)
+        timings = self._exchanger.clock.take()
         return {
             "compress": (self._exchanger.compress_seconds - seconds) / count,
-            "exchanges": [timing.to_list() for timing in self._exchanger.clock.take()],
+            "exchanges": [timing.to_list() for timing in timings if self._costs is not None],
         }
 
     def collect(self) -> torch.Tensor | None:
@@ -265,7 +266,7 @@ class CompressionControl:
             return
         self._costs = refined_by_steps(
             self._costs,
-            [[ExchangeTiming(*one) for one in report["exchanges"]] for report in reports],
+            [[ExchangeTiming.from_list(one) for one in report["exchanges"]] for report in reports],
             [(bucket.elements, bucket.feedback.dtype) for bucket in self._exchanger.buckets],
             self.spec.values,
         )

@@ -447,7 +447,8 @@ class GradientExchanger:
         self.sent_bytes += exchange.sent_bytes
         self._strategies.add(exchange.strategy)
         self._pending[bucket.index] = exchange
-        self.clock.launched(bucket.index, clear)
+        if k > 0 or self._compressor is None:  # a compressor's bytes are not known here
+            self.clock.launched((bucket.index, exchange.strategy, k), clear)
         self._next_launch = bucket.index + 1
 
     def _launch_dense(self, bucket: Bucket) -> Exchange:
@@ -509,12 +510,13 @@ class GradientExchanger:
             self._advance()
             return exchange.done()
 
-        waited = not done()
-        self._await(bucket, done)
-        if self._compressor is None or exchange.strategy != "dense":  # its bytes are not ours
-            self.clock.finished(
-                self._exchanges, bucket.index, exchange.strategy, self._entries(bucket), waited
-            )
+        if done():
+            self.clock.had_ended(bucket.index)
+        else:
+            self._await(bucket, done)
+            later = [index for index in self._pending if index > bucket.index]
+            others = [index for index in later if self._pending[index].done()]
+            self.clock.ended(self._exchanges, bucket.index, others)
         total = exchange.finish(self._scratch_for(bucket))
         if isinstance(exchange, SharedIndexExchange):
             bucket.feedback.sent(exchange.indices, exchange.sent_values)

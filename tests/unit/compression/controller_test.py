@@ -48,7 +48,16 @@ def _curves(
     # The search goes by the gains of the moment, never by those of the steady state.
     steady = {cf: 0.5 for cf in cfs}
     return Curves(
-        cfs, steady, momentary, steady, 0.5, raw, total, measurements, {cf: (1.0,) for cf in cfs}
+        cfs,
+        steady,
+        momentary,
+        steady,
+        steady,
+        0.5,
+        raw,
+        total,
+        measurements,
+        {cf: (1.0,) for cf in cfs},
     )
 
 

@@ -17,6 +17,7 @@ CURVES = Curves(
     gain={10.0: 0.8, 100.0: 0.2},
     momentary={10.0: 0.9, 100.0: 0.5},
     rho={10.0: 0.6, 100.0: 2.5},
+    coherence={10.0: 0.25, 100.0: 0.5},
     residual_ratio=0.5,
     raw_energy=1.0,
     total_energy=2.0,
@@ -45,7 +46,7 @@ def test_energy_of_other_types(dtype: torch.dtype) -> None:
 
 
 def test_a_factor_that_was_not_measured_is_refused() -> None:
-    assert CURVES.at(10.0) == (0.8, 0.6)
+    assert CURVES.at(10.0) == (0.8, 0.6, 0.25)
     with pytest.raises(ConfigurationError, match="cf=20 was not measured"):
         CURVES.at(20.0)
 

@@ -12,12 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_hetero.compression import controller
+from hvd_hetero.compression.gain import Worth
 from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.planning.policy import Decision, PolicyState, advance, resume, start
 from hvd_hetero.planning.runaway import DRAIN_WINDOWS, QUIET_WINDOWS
 from hvd_hetero.planning.step_time import DENSE, Option
-from hvd_hetero.planning.worth import CHANGED, cost, gain_and_rho, learn, seconds
+from hvd_hetero.planning.worth import (
+    CHANGED,
+    cost,
+    gain_and_rho,
+    learn,
+    seconds,
+    shared_worth,
+)
 from tests.unit.planning.policy_world import MEGABIT, World, run
 
 MODEL = Adaptive(policy="model", max_cf=1000)
@@ -342,15 +350,32 @@ def test_what_was_measured_corrects_what_is_predicted() -> None:
     assert set(learn(state, jump).corrections) == {ten}
 
 
-def test_shared_indices_delay_more() -> None:
+@given(
+    gain=st.floats(0.01, 1.0),
+    rho=st.floats(0.0, 100.0),
+    coherence=st.floats(1 / 64, 1.0),
+    less=st.floats(0.1, 1.0),
+)
+def test_shared_indices_delay_more_the_more_ranks_differ(
+    gain: float, rho: float, coherence: float, less: float
+) -> None:
+    same = shared_worth(Worth(gain, rho, 1.0))
+    assert same == pytest.approx((gain, rho))
+    near = shared_worth(Worth(gain, rho, coherence))
+    far = shared_worth(Worth(gain, rho, coherence * less))
+    assert far[0] <= near[0] + 1e-12 and near[0] <= gain + 1e-12
+    assert far[1] >= near[1] - 1e-12 and near[1] >= rho - 1e-12
+
+
+def test_what_options_are_worth() -> None:
     world = World(MODEL, 100 * MEGABIT, ranks=8)
     state = learn(start(MODEL)[0], world.observe(start(MODEL)[1]))
-    gain, rho = gain_and_rho(state, Option(80.0, "allgather"), 8) or (0.0, 0.0)
-    shared_gain, shared_rho = gain_and_rho(state, Option(80.0, "shared-index"), 8) or (0.0, 0.0)
-    assert shared_rho == pytest.approx(2 * rho)
-    assert 1 / shared_gain - 1 == pytest.approx(4 * (1 / gain - 1))
-    assert gain_and_rho(state, DENSE, 8) == (1.0, 0.0)
-    assert gain_and_rho(state, Option(15.0, "allgather"), 8) is None
+    known = state.worth[80.0]
+    assert known.coherence == 1 / 8
+    assert gain_and_rho(state, Option(80.0, "allgather")) == known[:2]
+    assert gain_and_rho(state, Option(80.0, "shared-index")) == shared_worth(known)
+    assert gain_and_rho(state, DENSE) == (1.0, 0.0)
+    assert gain_and_rho(state, Option(15.0, "allgather")) is None
 
 
 def test_without_predictions_nothing_is_changed() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hvd_hetero.compression.allocation import allocate
-from hvd_hetero.compression.gain import Curves
+from hvd_hetero.compression.gain import Curves, Worth
 from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.planning.cost_curve import CostCurve
 from hvd_hetero.planning.cost_model import CostModel, LocalCosts
@@ -101,6 +101,7 @@ class World:
             gain={cf: min(1.0, self.gain(cf) * jitter[cf]) for cf in ladder},
             momentary={cf: min(1.0, self.gain(cf) * jitter[cf]) for cf in ladder},
             rho={cf: self.rho(cf) / jitter[cf] for cf in ladder},
+            coherence=dict.fromkeys(ladder, 1 / self.ranks),
             residual_ratio=ratio,
             raw_energy=self.raw_energy,
             total_energy=self.raw_energy * (1 + ratio**2),
@@ -126,9 +127,8 @@ class World:
     def costs(self) -> dict[Option, float]:
         """True J of every option."""
         ladder = self.spec.ladder()
-        state = replace(
-            start(self.spec)[0], worth={cf: (self.gain(cf), self.rho(cf)) for cf in ladder}
-        )
+        worth = {cf: Worth(self.gain(cf), self.rho(cf), 1 / self.ranks) for cf in ladder}
+        state = replace(start(self.spec)[0], worth=worth)
         true = self.step_seconds()
         seen = Observation(DENSE, true[DENSE], 0.0, 64.0, None, true, self.penalty, self.ranks)
         return {option: cost(self.spec, state, seen, option) for option in true}

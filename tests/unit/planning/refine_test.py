@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -40,13 +42,13 @@ def test_waiting_for_a_late_rank_does_not_count(
     for step, launches in enumerate(late):
         for rank, launch in enumerate(launches):
             seconds = truth + max(launches) - launch
-            timings[rank].append(ExchangeTiming(step, 0, strategy, entries, seconds))
+            timings[rank].append(ExchangeTiming(step, ((0, strategy, entries),), seconds))
     refined = refined_by_steps(network(), timings, BUCKETS, "float16")
     assert seconds_in(refined, 0, strategy, entries) == pytest.approx(truth)
 
 
 def test_only_what_all_ranks_have_seen_counts() -> None:
-    seen = [ExchangeTiming(1, 0, "dense", 0, 2.0), ExchangeTiming(2, 1, "dense", 0, 2.0)]
+    seen = [ExchangeTiming(1, ((0, "dense", 0),), 2.0), ExchangeTiming(2, ((1, "dense", 0),), 2.0)]
     for timings in ([seen, seen[:1], []], [seen, [], seen], [], [[], [], []]):
         assert refined_by_steps(network(), timings, BUCKETS, "float16") == network()
     refined = refined_by_steps(network(), [seen, seen[:1], seen], BUCKETS, "float16")
@@ -54,10 +56,20 @@ def test_only_what_all_ranks_have_seen_counts() -> None:
 
 
 def test_a_bucket_that_is_gone_is_left_out() -> None:
-    gone = [[ExchangeTiming(1, 7, "dense", 0, 2.0)]] * 3
+    gone = [[ExchangeTiming(1, ((0, "dense", 0), (7, "dense", 0)), 2.0)]] * 3
     assert refined_by_steps(network(), gone, BUCKETS, "float16") == network()
 
 
 def test_timings_travel() -> None:
-    one = ExchangeTiming(3, 1, "allgather", 10, 0.25)
-    assert ExchangeTiming(*one.to_list()) == one
+    one = ExchangeTiming(3, ((1, "allgather", 10), (2, "dense", 0)), 0.25)
+    assert ExchangeTiming.from_list(json.loads(json.dumps(one.to_list()))) == one
+
+
+def test_what_ended_as_one_is_corrected_as_one() -> None:
+    """A small bucket that was fused with a large one has not taken as long as that."""
+    both = ((0, "dense", 0), (1, "dense", 0))
+    before = [seconds_in(network(), bucket, "dense", 0) for bucket in (0, 1)]
+    timing = ExchangeTiming(1, both, 0.5 * sum(before))
+    refined = refined_by_steps(network(), [[timing]] * 3, BUCKETS, "float16")
+    after = [seconds_in(refined, bucket, "dense", 0) for bucket in (0, 1)]
+    assert after == pytest.approx([0.5 * one for one in before])
