@@ -14,20 +14,26 @@ class InPlaceExchange:
     No flat copy is made: where nothing is compressed, nothing may cost more than stock Horovod.
 
     Args:
+        elements: of all gradients of the bucket. itemsize: bytes of each.
         average: divide the sum by the number of ranks, in Horovod's own way.
     """
 
     strategy = "dense"
 
-    def __init__(self, collectives: Collectives, *, average: bool) -> None:
+    def __init__(
+        self, collectives: Collectives, elements: int, itemsize: int, *, average: bool
+    ) -> None:
         self._collectives = collectives
         self._average = average
         self._handles: list[Handle] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.sent_bytes = 0.0
+        self.sent_bytes = dense_bytes(collectives.size, elements, itemsize)
 
     def start(self, gradient: torch.Tensor, factor: float, name: str) -> None:
-        """Start the allreduce of ``factor * gradient``, which is overwritten with the result."""
+        """Start the allreduce of ``factor * gradient``, which is overwritten with the result.
+
+        Runs in a hook for every parameter of every step: nothing here but what must be.
+        """
         message = gradient
         if gradient.is_sparse:
             message = gradient.to_dense()
@@ -37,9 +43,6 @@ class InPlaceExchange:
             message.mul_(factor)
         if message is not gradient:
             self._copies.append((gradient, message))
-        self.sent_bytes += dense_bytes(
-            self._collectives.size, message.numel(), message.element_size()
-        )
         self._handles.append(
             self._collectives.allreduce_async(message, f"{name}.in-place", self._average)
         )

@@ -13,7 +13,8 @@ corrected by measurement (``worth``). The rules, in the order in which they are 
 4. Dense by rules 5 and 6: keep it, without sampling, for ``dense_wait_windows``; sample in the
    last of them, and compress again only if that is predicted to win 5 %. The wait doubles each
    time, up to 16 times, and is reset once compression has lasted as long. Look at once when the
-   exposed exchange changes by 30 %. Never look where removing all of it would not win 5 %. An
+   exposed exchange grows by half. Never look where removing all of it would not win 5 %; nor,
+   short of the longest wait, where by what was measured last compression would lose 30 %. An
    exchange that was never measured is given one window even if predicted to lose up to 15 %.
 5. Do no harm (``"gravac"``; the options of ``"model"`` include dense): dense that is predicted to
    be better is tried for one window, also when it is up to 30 % worse but was never tried. Then
@@ -154,7 +155,7 @@ def _model(spec: Adaptive, state: PolicyState, seen: Observation) -> tuple[Polic
     if left is not None and before < here:
         reason = f"J was measured as {ms(here)} with {current}, {ms(before)} with {left}"
         if left == DENSE:
-            return stay_dense(spec, state, seen, reason)
+            return stay_dense(spec, state, reason)
         return replace(take(state, left), previous=None), f"back to {left}: {reason}"
     there = cost(spec, state, seen, best)
     numbers = f"J {ms(there)} with {best}, {ms(here)} with {current}"
@@ -163,7 +164,7 @@ def _model(spec: Adaptive, state: PolicyState, seen: Observation) -> tuple[Polic
     if there >= here * (1.0 - MIN_WIN):
         return state, f"kept: less than {MIN_WIN:.0%} to win: {numbers}"
     if best == DENSE:
-        return stay_dense(spec, state, seen, numbers)
+        return stay_dense(spec, state, numbers)
     return take(state, best), f"changed to {best}: {numbers}"
 
 

@@ -76,8 +76,8 @@ class PolicyState:
         previous: the option before the last change, until that has been judged.
         on_trial: whether dense was chosen to measure it.
         dense_left: windows of dense training still to wait. dense_wait: length of the next wait.
-        exposed_seconds: exchange that compute did not hide when dense was settled for; None
-            while compressing.
+        exposed_seconds: exchange that compute did not hide in the first window after dense was
+            settled for; None before it and while compressing.
         compressed_windows: since compression was last switched on.
         windows: seen.
     """

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 from hvd_hetero.errors import ExchangeTimeoutError
 
-_SHORTEST_SLEEP_SECONDS = 20e-6
-_LONGEST_SLEEP_SECONDS = 1e-3
+# Horovod's own waits offer the core to others again and again, and never sleep: who wakes from a
+# sleep is late. So do ours at first; a long wait, for a slow rank, is to leave the core alone.
+_YIELDING_SECONDS = 20e-3
+_SLEEP_SECONDS = 1e-3
 
 
 def now_seconds() -> float:
@@ -24,14 +27,16 @@ def wait_until(
     Raises ExchangeTimeoutError with ``describe()`` after ``timeout_seconds``.
     """
     start = now_seconds()
-    sleep_seconds = _SHORTEST_SLEEP_SECONDS
     while not done():
-        if now_seconds() - start > timeout_seconds:
+        waited_seconds = now_seconds() - start
+        if waited_seconds > timeout_seconds:
             raise ExchangeTimeoutError(
                 f"{describe()}: not finished after {timeout_seconds:g} s "
                 "(exchange_timeout_seconds). Another rank did not take part: look for a rank that "
                 "raised, skipped a step or ran out of batches; a rank that is only slow needs a "
                 "larger exchange_timeout_seconds"
             )
-        time.sleep(sleep_seconds)
-        sleep_seconds = min(sleep_seconds * 1.5, _LONGEST_SLEEP_SECONDS)
+        if waited_seconds < _YIELDING_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(_SLEEP_SECONDS)

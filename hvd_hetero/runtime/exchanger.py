@@ -375,13 +375,16 @@ class GradientExchanger:
     def _start_in_place(self, bucket: Bucket, member: Member) -> None:
         exchange = self._in_place.get(bucket.index)
         if exchange is None:
-            exchange = InPlaceExchange(self._collectives, average=self._average)
-            self._in_place[bucket.index] = exchange
+            exchange = self._in_place[bucket.index] = InPlaceExchange(
+                self._collectives,
+                bucket.elements,
+                bucket.dense_dtype.itemsize,
+                average=self._average,
+            )
             self._strategies.add(exchange.strategy)
+            self.sent_bytes += exchange.sent_bytes
         factor = self._passes[-1].in_place if self._passes else 1.0
-        before = exchange.sent_bytes
         exchange.start(bucket.gradient_or_zeros(member), factor, f"{self.prefix}.{member.name}")
-        self.sent_bytes += exchange.sent_bytes - before
         bucket.mark_ready(member)
 
     def _launch_rest(self) -> None:
