@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hvd_hetero.planning.plan import Plan
     from hvd_hetero.runtime.balancer import Balancer
     from hvd_hetero.runtime.compression import Compression
+    from hvd_hetero.runtime.evaluation import SampleMean, evaluation_loader
     from hvd_hetero.runtime.optimizer import DistributedOptimizer
 
 __version__ = "0.1.0"
@@ -53,8 +54,10 @@ __all__ = [
     "HorovodUnavailableError",
     "Plan",
     "RankMismatchError",
+    "SampleMean",
     "UnsupportedError",
     "__version__",
+    "evaluation_loader",
 ]
 
 _LAZY = {
@@ -62,6 +65,8 @@ _LAZY = {
     "Compression": "hvd_hetero.runtime.compression",
     "DistributedOptimizer": "hvd_hetero.runtime.optimizer",
     "Plan": "hvd_hetero.planning.plan",
+    "SampleMean": "hvd_hetero.runtime.evaluation",
+    "evaluation_loader": "hvd_hetero.runtime.evaluation",
 }
 
 

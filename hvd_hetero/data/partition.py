@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvd_hetero.balance.optperf import Bounds, apportion
-from hvd_hetero.errors import ConfigurationError, InfeasibleBatchError
+from hvd_hetero.errors import ConfigurationError, InfeasibleBatchError, check_int
 from hvd_hetero.planning.plan import Plan
 
 
@@ -168,6 +168,19 @@ def epoch_order(dataset_samples: int, seed: int, epoch: int, shuffle: bool) -> t
     mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
     generator = torch.Generator().manual_seed(int(mixed))
     return torch.randperm(dataset_samples, generator=generator)
+
+
+def evaluation_share(dataset_samples: int, shares: Sequence[int], rank: int) -> range:
+    """Return the samples that ``rank`` evaluates: runs in proportion to ``shares``, in rank order.
+
+    Over all ranks every sample comes once. A rank may get none.
+    Raises ConfigurationError for malformed arguments.
+    """
+    samples = check_int("dataset_samples", dataset_samples, minimum=0)
+    rank = check_int("rank", rank, minimum=0, maximum=len(shares) - 1)
+    counts = apportion(samples, shares, [0] * len(shares), [samples] * len(shares))
+    start = sum(counts[:rank])
+    return range(start, start + counts[rank])
 
 
 def _short(bounds: Sequence[int]) -> str:

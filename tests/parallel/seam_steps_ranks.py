@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 import warnings
 from typing import Any
@@ -1225,3 +1226,36 @@ def one_process_without_exchange() -> None:
         assert not seen, seen
         assert steps_counted(optimizer) == 5
         check_close(model, one_process(sgd, range(5)), 1e-15)
+
+
+# ---- evaluation ---------------------------------------------------------------------------------
+
+
+@scenario(1, 2)
+def evaluation_counts_every_sample_once() -> None:
+    """S44, S45: 5 samples, then 1, on all ranks: each seen once, and the mean is over samples."""
+    for samples in (5, 1):
+        data = torch.utils.data.TensorDataset(torch.arange(float(samples)))
+        loader = het.evaluation_loader(data, batch_size=2)
+        metric, seen = het.SampleMean(), []
+        for (x,) in loader:
+            metric.add(x.mean(), len(x))
+            seen += x.tolist()
+        assert sorted(itertools.chain(*gather(seen))) == list(range(samples))
+        assert metric.result() == (samples - 1) / 2
+    shards = (951, 950) if hvd.size() == 2 else (951,)
+    metric = het.SampleMean()
+    metric.add(1.0 if hvd.rank() == 0 else 0.25, shards[hvd.rank()])
+    expected = sum(n * v for n, v in zip(shards, (1.0, 0.25), strict=False)) / sum(shards)
+    assert abs(metric.result() - expected) < 1e-12
+    with raises(het.ConfigurationError, "no rank has added"):
+        het.SampleMean().result()
+
+
+@scenario(2)
+def evaluation_follows_the_plan() -> None:
+    balancer = het.Balancer(8, fixed_local_batches=[6, 2])
+    data = torch.utils.data.TensorDataset(torch.arange(40.0))
+    loader = het.evaluation_loader(data, batch_size=4, balancer=balancer)
+    seen = [x.tolist() for (x,) in loader]
+    assert [sum(map(len, one)) for one in gather(seen)] == [30, 10]

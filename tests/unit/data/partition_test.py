@@ -13,6 +13,7 @@ from hvd_hetero.data.partition import (
     check_feasible,
     count_batches,
     epoch_order,
+    evaluation_share,
     local_batch,
     local_sizes,
     next_global_batch,
@@ -194,3 +195,12 @@ def test_the_scripts_random_state_is_neither_read_nor_changed() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     assert torch.equal(torch.as_tensor(epoch_order(20, 0, 0, True)), torch.as_tensor(first))
+
+
+@given(st.integers(0, 500), st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_every_sample_is_evaluated_once(samples: int, shares: list[int]) -> None:
+    """S44: nothing is repeated to make parts equal, and fast ranks take more."""
+    parts = [evaluation_share(samples, shares, rank) for rank in range(len(shares))]
+    assert [index for part in parts for index in part] == list(range(samples))
+    for part, share in zip(parts, shares, strict=True):
+        assert abs(len(part) - samples * share / sum(shares)) < 1.0
