@@ -26,6 +26,8 @@ class LocalBatch:
     ``epoch_pass`` counts the passes over the loader from 0, ``step`` the global batches of that
     pass. ``start`` and ``stop`` index the epoch's order. ``global_samples`` is the number of
     samples of the global batch over all ranks: ``samples / global_samples`` is this rank's weight.
+    ``epoch`` is the one whose order it is, ``epoch_samples`` how much of it this and all earlier
+    global batches take.
     """
 
     epoch_pass: int
@@ -33,6 +35,8 @@ class LocalBatch:
     start: int
     stop: int
     global_samples: int
+    epoch: int = 0
+    epoch_samples: int = 0
 
     def __post_init__(self) -> None:
         if self.epoch_pass < 0 or self.step < 0 or self.start < 0:
@@ -149,11 +153,14 @@ def local_batch(
     step: int,
     start: int,
     global_samples: int,
+    epoch: int = 0,
 ) -> LocalBatch:
     """Return the piece of ``rank`` of the global batch that starts at ``start`` of the order."""
     sizes = local_sizes(plan, bounds, global_samples)
     first = start + sum(sizes[:rank])
-    return LocalBatch(epoch_pass, step, first, first + sizes[rank], global_samples)
+    stop = first + sizes[rank]
+    after = start + global_samples
+    return LocalBatch(epoch_pass, step, first, stop, global_samples, epoch, after)
 
 
 def epoch_order(dataset_samples: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor | range:

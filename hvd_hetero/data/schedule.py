@@ -41,6 +41,12 @@ class PlanSchedule:
             return self._drawn
 
     @property
+    def passes(self) -> int:
+        """Passes begun so far."""
+        with self._lock:
+            return self._passes
+
+    @property
     def latest(self) -> Plan:
         """The plan installed last, which may not have taken effect yet."""
         with self._lock:

@@ -6,8 +6,9 @@ the learnt models (Cannikin; Nie, Maghakian, Liu; Middleware 2024, arXiv 2402.05
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hvd_hetero.balance.lines import Line, RankModel
 from hvd_hetero.balance.optperf import Bounds, Solution, solve, step_seconds
@@ -98,6 +99,36 @@ class PlannerState:
             object.__setattr__(self, "reason", self.plan.reason)
         if len(self.fits) != self.plan.ranks:
             raise ConfigurationError(f"{len(self.fits)} fits for {self.plan.ranks} ranks")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict of JSON types; ``from_dict`` reads it back."""
+        return {
+            "plan": self.plan.to_dict(),
+            "windows": self.windows,
+            "fits": [fit.to_dict() for fit in self.fits],
+            "reason": self.reason,
+            "windows_since_change": self.windows_since_change,
+            "exchange_seconds": self.exchange_seconds and list(self.exchange_seconds),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlannerState:
+        """Build a state from ``to_dict``'s result; ConfigurationError if it is none."""
+        try:
+            times = data["exchange_seconds"]
+            return cls(
+                plan=Plan.from_dict(data["plan"]),
+                windows=int(data["windows"]),
+                fits=tuple(RankModelFit.from_dict(fit) for fit in data["fits"]),
+                reason=str(data["reason"]),
+                windows_since_change=int(data["windows_since_change"]),
+                exchange_seconds=None if times is None else (float(times[0]), float(times[1])),
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"planner state={str(data)[:200]}: not a saved one ({error!r}); pass the dict "
+                "PlannerState.to_dict() gave"
+            ) from error
 
 
 def first_plan(config: PlannerConfig, ranks: int) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,8 @@ class Balancer:
         self._optimizer_name: str | None = None
         self.timer = StepTimer()
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
+        self._at: tuple[int, int] | None = None  # (epoch, samples of it used) with that batch
+        self._trained: tuple[int, int] | None = None  # the same after the last step
         verify_alike(self._channel.allgather(self.describe(), "options"))
 
     # ---- what scripts use -----------------------------------------------------------------------
@@ -244,6 +246,7 @@ class Balancer:
     def step_done(self) -> None:
         """Forget what ``set_batch`` said: it is needed anew for the next step."""
         self._stated = None
+        self._trained = self._at
 
     def decide(
         self,
@@ -279,6 +282,64 @@ class Balancer:
         self.timer.discard()
         return True
 
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan, what the planner has learnt (rank 0), and the position in the data.
+
+        Plain values. The position is that after the last ``optimizer.step()``, however far loader
+        workers have run ahead. Part of ``optimizer.hetero_state_dict()``.
+        """
+        sampler, data = self._sampler, None
+        if sampler is not None:
+            epoch, used = self._trained or (0, 0)
+            data = _data_options(sampler) | {"epoch": epoch, "used_samples": used}
+        first = self._collectives.rank == 0
+        return {
+            "ranks": self._collectives.size,
+            "data": data,
+            "plan": self.plan.to_dict(),
+            "planner": self._state.to_dict() if first else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict()``; on all ranks, before the first pass over the loader.
+
+        The epoch goes on where it was left, so that over both jobs every sample of it comes once,
+        also with another number of ranks; plan and models are those of as many ranks as saved them.
+
+        Raises:
+            ConfigurationError: the data set or the options of the loader have changed, or batches
+                were drawn already.
+            InfeasibleBatchError: fewer samples of the epoch are left than the ranks need.
+        """
+        config, data = self._config, state["data"]
+        if data is not None:
+            if self._sampler is None:
+                raise ConfigurationError(
+                    "the state holds a position in the data: call balancer.data_loader(...) or "
+                    "batch_sampler(...) before it is loaded"
+                )
+            options = _data_options(self._sampler)
+            changed = [f"{n} {data[n]!r} -> {v!r}" for n, v in options.items() if data[n] != v]
+            if changed:
+                raise ConfigurationError(
+                    f"the state was saved with other data: {', '.join(changed)}; its position in "
+                    "the epoch means nothing here: use the same data and seed, or take "
+                    "state['balancer'] out to begin an epoch"
+                )
+            self._sampler.resume(int(data["epoch"]), int(data["used_samples"]))
+            self._at = self._trained = int(data["epoch"]), int(data["used_samples"])
+        plan = Plan.from_dict(state["plan"])
+        fits = plan.ranks == self._collectives.size
+        if not fits or plan.global_batch_size != config.global_batch_size:
+            logger.info("plan and models were saved for other ranks or batches: learnt anew")
+            return
+        if config.fixed_local_batches is None:
+            self._schedule.install(plan, self._schedule.drawn)
+            if state["planner"] is not None:
+                self._state = PlannerState.from_dict(state["planner"])
+
     @property
     def schedule(self) -> PlanSchedule:
         """The plans by the draw from which they apply."""
@@ -300,11 +361,19 @@ class Balancer:
 
     def _on_yield(self, batch: LocalBatch | None) -> None:
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
+        if batch is not None:
+            self._at = batch.epoch, batch.epoch_samples
         self._yielded = (
             None if batch is None else (float(batch.samples), float(batch.global_samples))
         )
         if batch is None or batch.step == 0:
             self.timer.discard()  # evaluation and loader start-up lie between two epochs
+
+
+def _data_options(sampler: HeteroBatchSampler) -> dict[str, Any]:
+    """Return what the order of an epoch and its last batches follow from."""
+    names = ("dataset_samples", "shuffle", "seed", "drop_last")
+    return {name: getattr(sampler, name) for name in names}
 
 
 def _fixed_sizes(sizes: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:

@@ -193,9 +193,9 @@ class OptimizerEngine:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save besides the state of model and optimizer.
 
-        Residuals by parameter name, the compression policy with what it has measured, and the
-        number of steps; plain values and tensors, loadable with ``weights_only=True``. Every rank
-        saves its own, between two steps.
+        Residuals by parameter name, the compression policy and the balancer with what they have
+        measured, the position in the balancer's loader, and the number of steps; plain values and
+        tensors, loadable with ``weights_only=True``. Every rank saves its own, between two steps.
         """
         self._refuse_open_step("hetero_state_dict")
         return {
@@ -206,6 +206,7 @@ class OptimizerEngine:
             "exchange": self.exchanger.counters(),
             "residuals": residuals_by_name(self.exchanger),
             "compression": self._coordinator.compression_state(),
+            "balancer": None if self._balancer is None else self._balancer.state_dict(),
         }
 
     def load_state_dict(self, states: State | Sequence[State], channel: Channel) -> None:
@@ -228,7 +229,13 @@ class OptimizerEngine:
         state, residuals = state_for(states, self._coordinator.rank, ranks)
         verify_alike(
             channel.allgather(
-                {"loaded state": {"steps": int(state["steps"]), "ranks": int(state["ranks"])}},
+                {
+                    "loaded state": {
+                        "steps": int(state["steps"]),
+                        "ranks": int(state["ranks"]),
+                        "data": (state.get("balancer") or {}).get("data"),
+                    }
+                },
                 "load",
             ),
             "Load states of one checkpoint on all ranks",
@@ -238,6 +245,8 @@ class OptimizerEngine:
             state.get("compression"), int(state["steps"]), int(state["ranks"]) == ranks
         )
         self.exchanger.set_counters(state["exchange"])
+        if self._balancer is not None and state.get("balancer") is not None:
+            self._balancer.load_state_dict(state["balancer"])
 
     def flush_residuals(self, steps: int, channel: Channel) -> None:
         """Have everything that was held back sent with the next ``steps`` steps; on all ranks.

@@ -341,7 +341,7 @@ def test_leaving_early_and_starting_again() -> None:
     for _ in loader:
         break
     assert [told[-1].samples == len(b) for (b,) in loader] == [True] * 5  # type: ignore[union-attr]
-    assert told[-2] == LocalBatch(1, 4, 16, 19, 4)
+    assert told[-2] == LocalBatch(1, 4, 16, 19, 4, epoch=1, epoch_samples=20)
 
 
 def test_an_older_iterator_cannot_be_continued() -> None:
@@ -483,3 +483,62 @@ def test_a_sampler_on_its_way_to_a_worker_takes_no_lock_along() -> None:
     sampler = make_sampler(8, (4,))
     copy = pickle.loads(pickle.dumps(Carrier(sampler))).sampler
     assert list(copy) == list(sampler)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_saved_epoch_goes_on_where_it_was_left(data: st.DataObject) -> None:
+    """A28: on any number of ranks later, every sample of the epoch once over both jobs."""
+    samples = data.draw(st.integers(12, 120), label="samples")
+    options = {
+        "shuffle": data.draw(st.booleans(), label="shuffle"),
+        "seed": data.draw(st.integers(0, 99), label="seed"),
+    }
+    epoch = data.draw(st.integers(0, 3), label="epoch")
+
+    def job(label: str) -> Job:
+        ranks = data.draw(st.integers(1, 4), label=f"ranks {label}")
+        total = data.draw(st.integers(2 * ranks, 12), label=f"global_batch_size {label}")
+        sizes = data.draw(splits(ranks, total, 1), label=f"plan {label}")
+        ahead = [data.draw(st.integers(0, 3)) for _ in range(ranks)]
+        return Job([make_sampler(samples, sizes, r, **options) for r in range(ranks)], ahead)
+
+    before, after = job("before"), job("after")
+    for sampler in before.samplers:
+        sampler.set_epoch(epoch)
+    steps = data.draw(st.integers(1, len(before.samplers[0])), label="steps")
+    before.run_pass({}, stop=steps)
+    last = before.tickets[0][-1]
+    assert last.epoch == epoch
+    left = samples - last.epoch_samples
+    if 0 < left < len(after.samplers):
+        with pytest.raises(InfeasibleBatchError, match=f"{left} samples are left"):
+            after.samplers[0].resume(epoch, last.epoch_samples)
+        return
+    for sampler in after.samplers:
+        sampler.resume(epoch, last.epoch_samples)
+        if data.draw(st.booleans(), label="set_epoch"):
+            sampler.set_epoch(epoch)
+    after.run_pass({})
+    assert sorted(before.used() + after.used()) == list(range(samples))
+    after.trained = [[] for _ in after.samplers]
+    for sampler in after.samplers:
+        sampler.set_epoch(epoch + 1)
+    after.run_pass({})  # a whole one again
+    assert sorted(after.used()) == list(range(samples))
+
+
+def test_a_position_is_loaded_before_the_first_batch() -> None:
+    sampler = make_sampler(20, (3, 1))
+    next(iter(sampler))
+    with pytest.raises(ConfigurationError, match="before the first pass"):
+        sampler.resume(0, 4)
+
+
+def test_another_epoch_than_the_saved_one_begins_at_its_start() -> None:
+    sampler = make_sampler(20, (3, 1))
+    sampler.resume(2, 8)
+    sampler.set_epoch(5)
+    assert len(list(sampler)) == 5
+    sampler.set_epoch(2)
+    assert len(list(sampler)) == 5
