@@ -186,7 +186,7 @@ def advance(
         return _keep(state, "one rank takes the whole batch")
     if not must and state.windows_since_change == 1 and not _measured(state.plan, windows):
         return _keep(state, f"plan {state.plan.version} has not been timed on every rank yet")
-    models, basis = _models(state)
+    models, basis = models_of(state)
     if models is None:
         if not must:
             return _keep(state, "a rank has no usable timing yet")
@@ -243,7 +243,7 @@ def _decide(
     )
 
 
-def _models(state: PlannerState) -> tuple[list[RankModel] | None, str]:
+def models_of(state: PlannerState) -> tuple[list[RankModel] | None, str]:
     """Models of all ranks and what they rest on; None when a rank has no timing at all."""
     estimates = [fit.estimate() for fit in state.fits]
     known = [estimate for estimate in estimates if estimate is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import numbers
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from hvd_hetero.planning.planner import (
 from hvd_hetero.runtime.agreement import CollectivesChannel, Message, verify_alike
 from hvd_hetero.runtime.clock import wait_until
 from hvd_hetero.runtime.collectives import connect
+from hvd_hetero.runtime.profile_file import ProfileFile
 from hvd_hetero.runtime.timings import StepTimer
 
 logger = logging.getLogger("hvd_hetero")
@@ -54,6 +56,9 @@ class Balancer:
         window_steps: optimizer steps between two looks at the timings.
         min_gain: relative gain in predicted step time below which a plan is kept.
         seed: of the order in which a shuffled epoch is read.
+        profile: file in which rank 0 keeps what was learnt of the ranks' speed. A later job on the
+            same hosts begins with it, and with a plan by it, instead of an even split. One file
+            for each model that is trained. None: no file.
         exchange_timeout_seconds: how long to wait for other ranks before an error.
 
     Raises:
@@ -72,6 +77,7 @@ class Balancer:
         window_steps: int = 10,
         min_gain: float = 0.05,
         seed: int = 0,
+        profile: str | os.PathLike[str] | None = None,
         exchange_timeout_seconds: float = 600.0,
     ) -> None:
         self._collectives = connect()
@@ -89,10 +95,16 @@ class Balancer:
             min_gain=min_gain,
             fixed_local_batches=_fixed_sizes(fixed_local_batches, ranks),
         )
-        self._state = PlannerState(first_plan(self._config, ranks))
-        self._schedule = PlanSchedule(self._state.plan)
         self._name = f"hvd_hetero.balancer.{next(_counter)}"
         self._channel = CollectivesChannel(self._collectives, self._name, self._timeout_seconds)
+        self._profile_given = profile is not None
+        verify_alike(self._channel.allgather(self.describe(), "options"))
+        self._state = PlannerState(first_plan(self._config, ranks))
+        self._profile: ProfileFile | None = None
+        if profile is not None:
+            self._profile = ProfileFile(profile, self._channel, self._collectives.rank)
+            self._state = self._profile.first_state(self._config)
+        self._schedule = PlanSchedule(self._state.plan)
         self._sampler: HeteroBatchSampler | None = None
         self._stated: tuple[float, float] | None = None  # by set_batch: own and global samples
         self._yielded: tuple[float, float] | None = None  # by the loader, likewise
@@ -101,7 +113,6 @@ class Balancer:
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
         self._at: tuple[int, int] | None = None  # (epoch, samples of it used) with that batch
         self._trained: tuple[int, int] | None = None  # the same after the last step
-        verify_alike(self._channel.allgather(self.describe(), "options"))
 
     # ---- what scripts use -----------------------------------------------------------------------
 
@@ -264,6 +275,8 @@ class Balancer:
         if len(known) == len(windows):
             self._state = advance(self._config, self._state, known, last_bucket_share)
             reason = self._state.reason
+            if self._profile is not None:
+                self._profile.write(self._state)
         first, second = max((int(one[0]), int(one[1])) for one in drawn)
         return {
             "plan": self._state.plan.to_dict(),
@@ -357,6 +370,7 @@ class Balancer:
             "window_steps": self.window_steps,
             "min_gain": config.min_gain,
             "seed": self.seed,
+            "profile": self._profile_given,
         }
 
     def _on_yield(self, batch: LocalBatch | None) -> None:

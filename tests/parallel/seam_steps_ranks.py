@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hvd_hetero as het
+from hvd_hetero.balance.timing import StepTiming, summarise
 from hvd_hetero.compression.feedback import ErrorFeedback
 from hvd_hetero.errors import ExchangeTimeoutError
 from hvd_hetero.runtime.exchanger import SparsityMode
@@ -1259,3 +1262,36 @@ def evaluation_follows_the_plan() -> None:
     loader = het.evaluation_loader(data, batch_size=4, balancer=balancer)
     seen = [x.tolist() for (x,) in loader]
     assert [sum(map(len, one)) for one in gather(seen)] == [30, 10]
+
+
+# ---- profiles -----------------------------------------------------------------------------------
+
+
+@scenario(2)
+def the_next_job_begins_with_the_profile() -> None:
+    """A job on the same hosts begins with the plan that the one before it has learnt."""
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, name="folder")
+    path = Path(folder) / "profile.json"
+    first = het.Balancer(32, profile=path)
+    assert first.plan.local_batches == (16, 16)
+    if hvd.rank() == 0:
+        for batches in ((16, 16), (24, 8)):
+            seconds = (1e-3 * batches[0], 3e-3 * batches[1])
+            steps = [
+                [StepTiming(b, s / 2, s, 0.05)] * 9 for b, s in zip(batches, seconds, strict=True)
+            ]
+            first.decide([summarise(one) for one in steps], [[0, 0]] * 2, 1.0)
+    hvd.barrier()
+    later = het.Balancer(32, profile=path)
+    assert later.plan.local_batches[0] > 20, later.plan
+    assert gather(later.plan.local_batches) == [later.plan.local_batches] * 2
+    hvd.barrier()
+    if hvd.rank() == 0:
+        path.write_text("{")
+    hvd.barrier()
+    with raises(het.ConfigurationError, "profile=", "delete it"):
+        het.Balancer(32, profile=path)
+    with raises(het.ConfigurationError, "does not exist"):
+        het.Balancer(32, profile=Path(folder) / "nowhere" / "profile.json")
+    with raises(het.RankMismatchError, "profile"):
+        het.Balancer(32, profile=path if hvd.rank() == 0 else None)
