@@ -1,7 +1,7 @@
 """The command ``hvd-hetero``: parse, call, print.
 
-Everything here works without Horovod, MPI and torch, for it is what puts them in place and tells
-what is missing. Horovod and mpi4py are only ever imported in child processes.
+Installing and the doctor work without Horovod, MPI and torch, for they put them in place and tell
+what is missing; planning needs numpy. Horovod and mpi4py are only ever imported in child processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hvd_hetero.errors import HeteroError
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``hvd-hetero``; each command sets ``run`` to a function of the result."""
-    from hvd_hetero.cli import doctor, install_horovod
+    from hvd_hetero.cli import doctor, install_horovod, plan, simulate
 
     result = argparse.ArgumentParser(
         prog="hvd-hetero", description="Uneven batches and compression for Horovod + PyTorch."
@@ -23,6 +23,8 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(metavar="COMMAND", required=True)
     install_horovod.add_parser(commands)
     doctor.add_parser(commands)
+    plan.add_parser(commands)
+    simulate.add_parser(commands)
     return result
 
 
