@@ -5,4 +5,5 @@ Pure functions over frozen dataclasses (numpy only): no clock, no Horovod, no gl
 - ``timing``: step timings of one rank -> robust summary of a window.
 - ``perf_model``: windows of one rank -> two lines, seconds over local batch size.
 - ``optperf``: the lines of all ranks -> the split of the global batch with the shortest step.
+- ``real_optimum``: the same in real numbers, a lower bound of it.
 """
