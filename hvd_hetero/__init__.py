@@ -36,6 +36,7 @@ from hvd_hetero.errors import (
 if TYPE_CHECKING:
     from hvd_hetero.planning.plan import Plan
     from hvd_hetero.runtime.balancer import Balancer
+    from hvd_hetero.runtime.batchnorm import merge_batchnorm_statistics
     from hvd_hetero.runtime.compression import Compression
     from hvd_hetero.runtime.evaluation import SampleMean, evaluation_loader
     from hvd_hetero.runtime.optimizer import DistributedOptimizer
@@ -58,6 +59,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "evaluation_loader",
+    "merge_batchnorm_statistics",
 ]
 
 _LAZY = {
@@ -67,6 +69,7 @@ _LAZY = {
     "Plan": "hvd_hetero.planning.plan",
     "SampleMean": "hvd_hetero.runtime.evaluation",
     "evaluation_loader": "hvd_hetero.runtime.evaluation",
+    "merge_batchnorm_statistics": "hvd_hetero.runtime.batchnorm",
 }
 
 

@@ -1264,6 +1264,27 @@ def evaluation_follows_the_plan() -> None:
     assert [sum(map(len, one)) for one in gather(seen)] == [30, 10]
 
 
+@scenario(1, 2)
+def batchnorm_statistics_are_those_of_all_samples() -> None:
+    """A19: with momentum 1 the merged statistics are those of the joined batch, by its sizes."""
+    sizes = [6, 2] if hvd.size() == 2 else [8]
+    balancer = het.Balancer(8, fixed_local_batches=sizes)
+    generator = torch.Generator().manual_seed(0)
+    joined = torch.randn(8, 3, 5, generator=generator, dtype=torch.float64) * 2 + 1
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0), nn.BatchNorm1d(3, momentum=1.0))
+    model.append(nn.BatchNorm1d(3, track_running_stats=False))
+    model.double()
+    own = joined.split(sizes)[hvd.rank()]
+    model[0](own)
+    # torch keeps the unbiased variance; what is merged is put right here to compare exactly.
+    count = own.shape[0] * own.shape[2]
+    model[0].running_var.mul_((count - 1) / count)
+    assert het.merge_batchnorm_statistics(model, balancer) == 2
+    check_close([model[0].running_mean], [joined.mean(dim=(0, 2))], 1e-12)
+    check_close([model[0].running_var], [joined.var(dim=(0, 2), unbiased=False)], 1e-12)
+    check_same_on_all_ranks(model)
+
+
 # ---- profiles -----------------------------------------------------------------------------------
 
 
