@@ -63,6 +63,9 @@ def quantize(
     """
     most = limit(ranks, weight_share)
     rounded = torch.round(values.to(torch.float32) / step).clamp_(-most, most)
+    # Rounded up, the largest float32 numbers would be infinite.
+    finite = torch.floor(torch.finfo(torch.float32).max / step)
+    rounded = torch.minimum(torch.maximum(rounded, -finite), finite)
     return rounded.to(torch.int64), rounded * step
 
 

@@ -31,7 +31,7 @@ class Worth(NamedTuple):
 
     gain: float
     rho: float
-    coherence: float
+    coherence: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_hetero.compression.controller_state import ControllerState
 from hvd_hetero.compression.gain import Curves, Worth
+from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.planning.objective import Penalty
 from hvd_hetero.planning.step_time import Option
 
@@ -110,7 +111,17 @@ class PolicyState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PolicyState:
-        """Build from what ``to_dict`` returned."""
+        """Build from what ``to_dict`` returned; ConfigurationError if it is none."""
+        try:
+            return cls._from_dict(values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the state of the compression policy cannot be read ({error!r}): it was saved by "
+                "another version; take state['compression'] out to keep the residuals alone"
+            ) from error
+
+    @classmethod
+    def _from_dict(cls, values: Mapping[str, Any]) -> PolicyState:
         controller, previous = values["controller"], values["previous"]
         return cls(
             **dict(values)

@@ -12,6 +12,8 @@ import torch
 from hvd_hetero.planning.cost_model import CostModel
 from hvd_hetero.planning.step_time import collective_calls
 
+_LEAST_STEPS = 3  # of a kind of exchange: a single late one says nothing
+
 Exchanged = tuple[int, str, int]  # bucket, strategy, entries (0 for "dense")
 
 
@@ -48,7 +50,7 @@ def refined_by_steps(
 
     The last rank to launch sees the exchange itself and no waiting: of every exchange that all
     ranks have timed the least counts (Cannikin, section 4.2, does so with whole steps), and of all
-    steps of a window the median.
+    steps of a window, of which there must be three, the median.
 
     Args:
         model: of as many ranks as there are timings.
@@ -64,7 +66,8 @@ def refined_by_steps(
         least = min(own[step, exchanges] for own in by_rank)
         seen.setdefault(exchanges, []).append(least)
     for exchanges, seconds in sorted(seen.items()):
-        if any(bucket >= len(buckets) for bucket, _, _ in exchanges):
+        gone = any(bucket >= len(buckets) for bucket, _, _ in exchanges)
+        if gone or len(seconds) < _LEAST_STEPS:
             continue
         calls = [
             call

@@ -97,6 +97,8 @@ class Balancer:
         )
         self._name = f"hvd_hetero.balancer.{next(_counter)}"
         self._channel = CollectivesChannel(self._collectives, self._name, self._timeout_seconds)
+        if not isinstance(profile, (str, os.PathLike, type(None))) or profile == "":
+            raise ConfigurationError(f"profile={profile!r}: expected the path of a file, or None")
         self._profile_given = profile is not None
         verify_alike(self._channel.allgather(self.describe(), "options"))
         self._state = PlannerState(first_plan(self._config, ranks))

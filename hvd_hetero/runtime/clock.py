@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import time
 from collections.abc import Callable
 
@@ -12,6 +12,10 @@ from hvd_hetero.errors import ExchangeTimeoutError
 # sleep is late. So do ours at first; a long wait, for a slow rank, is to leave the core alone.
 _YIELDING_SECONDS = 20e-3
 _SLEEP_SECONDS = 1e-3
+
+
+# Python's own os.sched_yield keeps its lock, and with it other threads, as those of data loaders.
+_offer_core: Callable[[], object] = ctypes.CDLL(None).sched_yield
 
 
 def now_seconds() -> float:
@@ -37,6 +41,6 @@ def wait_until(
                 "larger exchange_timeout_seconds"
             )
         if waited_seconds < _YIELDING_SECONDS:
-            os.sched_yield()
+            _offer_core()
         else:
             time.sleep(_SLEEP_SECONDS)

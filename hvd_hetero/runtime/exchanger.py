@@ -74,8 +74,6 @@ class GradientExchanger:
     ``describe_step`` gives the words that errors use for "where" (rank and step). ``average``:
     what Horovod does with uncompressed gradients, average or sum; ``per_pass_weights``: passes of
     one step may count differently (by samples), so that they cannot add up in ``p.grad``.
-    ``weight_share``: about this rank's part in the weights of all ranks, None where all weigh the
-    same; at any step the parts of all ranks add up to 1 at most.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class GradientExchanger:
         values_as: str = "float16",
         average: bool = True,
         per_pass_weights: bool = True,
-        weight_share: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._collectives = collectives
         self.prefix = prefix
@@ -104,7 +101,6 @@ class GradientExchanger:
         self._values_as = values_as
         self._average = average
         self._per_pass_weights = per_pass_weights
-        self._weight_share = weight_share
         self.mode = SparsityMode()
         self.sample: GradientSample | None = None
         self.passes_per_step = 1
@@ -413,6 +409,14 @@ class GradientExchanger:
     def _divisor(self) -> float:
         total = sum(one.divisor for one in self._passes)
         return total if total > 0 else 1.0
+
+    def _weight_share(self) -> float | None:
+        """Return this rank's part in the weights of this step; over all ranks they add up to 1."""
+        if not self._per_pass_weights:
+            return None  # all the same
+        by_samples = any(one.divisor > 0 for one in self._passes)
+        own = sum(one.own for one in self._passes) if by_samples else self._passes[0].own
+        return min(own / self._divisor(), 1.0) if by_samples else min(own, 1.0)
 
     def _entries(self, bucket: Bucket) -> int:
         """Return k of a bucket, 0 where it travels dense."""

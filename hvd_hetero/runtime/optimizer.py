@@ -226,7 +226,6 @@ def DistributedOptimizer(
         values_as="float16" if spec is None else spec.values,
         average=balancer is not None or op == hvd.Average,
         per_pass_weights=balancer is not None,
-        weight_share=lambda: None if balancer is None else balancer.planned_share,
     )
     # Ranks of equal parameters may still differ in devices, and buckets hold one device each.
     verify_alike(start_channel.allgather(exchanger.layout(), "layout"))

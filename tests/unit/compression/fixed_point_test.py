@@ -107,6 +107,14 @@ def test_what_is_clipped_is_left(ranks: int, value: float) -> None:
     assert meant.abs() <= abs(value) + step / 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8, 9])
+@pytest.mark.parametrize("value", [3.4028234663852886e38, 3.399e38, -3.4e38])
+def test_the_largest_numbers_stay_finite(ranks: int, value: float) -> None:
+    values = torch.tensor([value, 1e38])
+    _, meant = quantize(values, step_for(values.abs().max(), ranks), ranks)
+    assert meant.isfinite().all() and (values - meant).isfinite().all()
+
+
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 3e38, float("inf"), float("nan")])
 def test_steps_are_powers_of_two_that_can_be_used(largest: float) -> None:
     step = step_for(torch.tensor(largest), 8)

@@ -457,3 +457,16 @@ def test_costs_of_the_unknown_are_infinite() -> None:
     seen = replace(world.observe(decision), curves=None)
     assert cost(MODEL, state, seen, Option(10.0, "allgather")) == math.inf
     assert cost(MODEL, state, seen, DENSE) == pytest.approx(seen.predicted[DENSE])
+
+
+def test_a_state_of_an_earlier_version() -> None:
+    """What was added later may be missing; what cannot be read is an error with a remedy."""
+    world = World(MODEL, 100 * MEGABIT)
+    state = learn(start(MODEL)[0], world.observe(start(MODEL)[1]))
+    saved = json.loads(json.dumps(state.to_dict()))
+    assert PolicyState.from_dict(saved) == state
+    saved["worth"] = [one[:3] for one in saved["worth"]]  # without coherence
+    assert PolicyState.from_dict(saved).worth[80.0][:2] == state.worth[80.0][:2]
+    for broken in ({}, saved | {"worth": [[80.0]]}, saved | {"surprise": 1}):
+        with pytest.raises(ConfigurationError, match="take state"):
+            PolicyState.from_dict(broken)

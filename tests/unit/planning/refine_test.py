@@ -30,7 +30,7 @@ def seconds_in(model: CostModel, bucket: int, strategy: str, entries: int) -> fl
 @given(
     strategy=st.sampled_from(STRATEGIES),
     slower=st.floats(0.2, 5.0),
-    late=st.lists(st.tuples(*[st.floats(0.0, 1.0)] * 3), min_size=1, max_size=5),
+    late=st.lists(st.tuples(*[st.floats(0.0, 1.0)] * 3), min_size=3, max_size=6),
 )
 def test_waiting_for_a_late_rank_does_not_count(
     strategy: str, slower: float, late: list[tuple[float, float, float]]
@@ -48,10 +48,11 @@ def test_waiting_for_a_late_rank_does_not_count(
 
 
 def test_only_what_all_ranks_have_seen_counts() -> None:
-    seen = [ExchangeTiming(1, ((0, "dense", 0),), 2.0), ExchangeTiming(2, ((1, "dense", 0),), 2.0)]
-    for timings in ([seen, seen[:1], []], [seen, [], seen], [], [[], [], []]):
+    first = [ExchangeTiming(step, ((0, "dense", 0),), 2.0) for step in range(3)]
+    seen = [*first, *(ExchangeTiming(step, ((1, "dense", 0),), 2.0) for step in range(3, 6))]
+    for timings in ([seen, first, []], [seen, [], seen], [seen, first[:2], seen], [], [[], [], []]):
         assert refined_by_steps(network(), timings, BUCKETS, "float16") == network()
-    refined = refined_by_steps(network(), [seen, seen[:1], seen], BUCKETS, "float16")
+    refined = refined_by_steps(network(), [seen, first, seen], BUCKETS, "float16")
     assert seconds_in(refined, 0, "dense", 0) == pytest.approx(2.0)
 
 
@@ -69,7 +70,7 @@ def test_what_ended_as_one_is_corrected_as_one() -> None:
     """A small bucket that was fused with a large one has not taken as long as that."""
     both = ((0, "dense", 0), (1, "dense", 0))
     before = [seconds_in(network(), bucket, "dense", 0) for bucket in (0, 1)]
-    timing = ExchangeTiming(1, both, 0.5 * sum(before))
-    refined = refined_by_steps(network(), [[timing]] * 3, BUCKETS, "float16")
+    timings = [ExchangeTiming(step, both, 0.5 * sum(before)) for step in range(3)]
+    refined = refined_by_steps(network(), [timings] * 3, BUCKETS, "float16")
     after = [seconds_in(refined, bucket, "dense", 0) for bucket in (0, 1)]
     assert after == pytest.approx([0.5 * one for one in before])

@@ -153,6 +153,7 @@ BALANCER = {
     "window_steps": (*NOT_WHOLE, 0),
     "min_gain": ("0", -0.1, 1.0, 2, NAN, None, True),
     "seed": (*NOT_WHOLE, -1),
+    "profile": (5, True, ["a"], ""),
     "exchange_timeout_seconds": NOT_POSITIVE,
 }
 
