@@ -44,8 +44,8 @@ def step_for(largest: Tensor, ranks: int, weight_share: float | None = None) -> 
     """Return the step (0-dim float32, a power of two) for values of about ``largest`` magnitude.
 
     largest: 0-dim floating point, the largest magnitude of a rank with ``weight_share``; there is
-    headroom for values about 2 to 4 times as large, by weight. Zero and non-finite numbers give a step
-    that can be used, not a good one. A GPU need not wait for anything.
+    headroom for about 2 to 4 times as large values, by weight. Zero and non-finite numbers give a
+    step that can be used, not a good one. A GPU need not wait for anything.
     """
     exponent = torch.frexp(largest.to(torch.float32)).exponent + _HEADROOM_BITS
     exponent = exponent + 1 - (limit(ranks, weight_share) + 1).bit_length()
