@@ -42,7 +42,7 @@ CONTROL = "dense again"  # dense against itself: how far the machine's noise rea
 # Of the same case, one after the other; the first begins after a barrier, and is left out.
 DENSE_STEPS, SPARSE_STEPS = 2, 6
 PAUSE_SECONDS = (2e-3, 4e-3)  # in place of a forward and backward pass
-REFINING_ROUNDS = 2
+REFINING_ROUNDS = 3  # as many steps as refine the model
 
 
 def predict(
