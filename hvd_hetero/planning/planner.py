@@ -191,14 +191,7 @@ def advance(
         if not must:
             return _keep(state, "a rank has no usable timing yet")
         return _change(state, Solution(_even(config), 0.0), f"even split: {must}", None)
-    best = solve(
-        models,
-        config.global_batch_size,
-        bounds=config.bounds,
-        granule=config.granule,
-        overlapped_seconds=overlapped,
-        final_seconds=final,
-    )
+    best = best_split(config, models, (overlapped, final))
     return _decide(config, state, models, basis, best, must)
 
 
@@ -240,6 +233,23 @@ def _decide(
         f"{basis}: predicted {now * 1e3:.4g} -> {best.step_seconds * 1e3:.4g} ms a step "
         f"(gain {gain:.1%}), limited by rank {slowest}{cause}",
         best.step_seconds,
+    )
+
+
+def best_split(
+    config: PlannerConfig,
+    models: Sequence[RankModel],
+    exchange_seconds: tuple[float, float] | None,
+) -> Solution:
+    """Return the split that OptPerf finds for ``models`` and (T_o, T_u), None: no exchange."""
+    overlapped, final = exchange_seconds or (0.0, 0.0)
+    return solve(
+        models,
+        config.global_batch_size,
+        bounds=config.bounds,
+        granule=config.granule,
+        overlapped_seconds=overlapped,
+        final_seconds=final,
     )
 
 

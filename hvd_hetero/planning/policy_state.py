@@ -26,7 +26,6 @@ class Observation:
         curves: of the window; None where nothing was sampled.
         predicted: step seconds of every option (``step_time.predict_options``).
         penalty: for ``objective="residual"``, of the learning rate in force.
-        ranks: n.
     """
 
     option: Option
@@ -36,7 +35,6 @@ class Observation:
     curves: Curves | None
     predicted: Mapping[Option, float]
     penalty: Penalty
-    ranks: int
 
 
 @dataclass(frozen=True)

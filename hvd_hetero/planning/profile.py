@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hvd_hetero.balance.optperf import solve
 from hvd_hetero.balance.perf_model import RankModelFit
 from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.planning.plan import Plan
-from hvd_hetero.planning.planner import PlannerConfig, PlannerState, first_plan, models_of
+from hvd_hetero.planning.planner import (
+    PlannerConfig,
+    PlannerState,
+    best_split,
+    first_plan,
+    models_of,
+)
 
 VERSION = 1
 
@@ -92,15 +97,7 @@ def first_state(config: PlannerConfig, profile: Profile | None) -> PlannerState:
     models, basis = models_of(state)
     if models is None or config.fixed_local_batches is not None:
         return state
-    overlapped, final = profile.exchange_seconds or (0.0, 0.0)
-    best = solve(
-        models,
-        config.global_batch_size,
-        bounds=config.bounds,
-        granule=config.granule,
-        overlapped_seconds=overlapped,
-        final_seconds=final,
-    )
+    best = best_split(config, models, profile.exchange_seconds)
     reason = f"{basis}, by the profile of an earlier job"
     plan = Plan(0, best.local_batches, reason, best.step_seconds)
     return replace(state, plan=plan, reason=reason)

@@ -39,12 +39,12 @@ def merge_batchnorm_statistics(
         ExchangeTimeoutError: a rank did not call it.
     """
     check_float("timeout_seconds", timeout_seconds, minimum=0.0, exclusive_minimum=True)
-    layers = [
-        (module.running_mean, module.running_var)
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    pairs = [
+        (layer.running_mean, layer.running_var)
+        for layer in layers
+        if layer.running_mean is not None and layer.running_var is not None
     ]
-    pairs = [(mean, var) for mean, var in layers if mean is not None and var is not None]
     collectives = connect()
     if not pairs or isinstance(collectives, SingleProcess):
         return len(pairs)

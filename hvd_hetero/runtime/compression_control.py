@@ -166,7 +166,6 @@ class CompressionControl:
             curves=self.curves if sums is not None else None,
             predicted=self._predict(rank_times),
             penalty=self._penalty(),
-            ranks=self._collectives.size,
         )
         self._state, decision = policy.advance(self.spec, state, observation)
         return self._message(decision.cf, decision.strategy, decision.measure, decision.reason)

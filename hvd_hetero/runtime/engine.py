@@ -227,13 +227,15 @@ class OptimizerEngine:
         self.abandon_step()
         ranks = self._coordinator.ranks
         state, residuals = state_for(states, self._coordinator.rank, ranks)
+        saved = state.get("balancer") or {}
         verify_alike(
             channel.allgather(
                 {
                     "loaded state": {
                         "steps": int(state["steps"]),
                         "ranks": int(state["ranks"]),
-                        "data": (state.get("balancer") or {}).get("data"),
+                        "data": saved.get("data"),
+                        "plan": saved.get("plan"),
                     }
                 },
                 "load",

@@ -414,9 +414,14 @@ class GradientExchanger:
         """Return this rank's part in the weights of this step; over all ranks they add up to 1."""
         if not self._per_pass_weights:
             return None  # all the same
-        by_samples = any(one.divisor > 0 for one in self._passes)
-        own = sum(one.own for one in self._passes) if by_samples else self._passes[0].own
-        return min(own / self._divisor(), 1.0) if by_samples else min(own, 1.0)
+        # Without a backward pass a rank sends of its residual only.
+        return min(self._own_weight(), 1.0) if self._passes else 0.0
+
+    def _own_weight(self) -> float:
+        """Return what this rank's own gradient counts for in the step's sum."""
+        if not any(one.divisor > 0 for one in self._passes):
+            return self._passes[0].own
+        return sum(one.own for one in self._passes) / self._divisor()
 
     def _entries(self, bucket: Bucket) -> int:
         """Return k of a bucket, 0 where it travels dense."""
@@ -539,12 +544,9 @@ class GradientExchanger:
         """Scale this rank's own gradient to at most ``max_norm``, before aggregation."""
         if not self._passes:
             return
-        by_samples = any(one.divisor > 0 for one in self._passes)
-        own = sum(one.own for one in self._passes) if by_samples else self._passes[0].own
         divisor = self._divisor()
         squared = sum(energy(bucket.complete(divisor)) for bucket in self.buckets)
-        own = own / divisor if by_samples else own
-        scale = max_norm * own / max(squared**0.5, torch.finfo(torch.float32).tiny)
+        scale = max_norm * self._own_weight() / max(squared**0.5, torch.finfo(torch.float32).tiny)
         if scale < 1.0:
             for bucket in self.buckets:
                 bucket.feedback.work.mul_(scale)

@@ -40,15 +40,19 @@ def test_a_correction_fades_with_the_distance_in_size(
 
 
 @given(st.lists(st.tuples(SIZES, FACTORS), min_size=1, max_size=8))
-def test_the_newest_observation_counts_at_least_half(seen: list[tuple[float, float]]) -> None:
+def test_a_new_size_counts_fully_and_a_known_one_half(seen: list[tuple[float, float]]) -> None:
     curve = LINE
     for size, factor in seen:
-        before = curve.seconds_for(size)
-        observed = factor * LINE.seconds_for(size)
-        curve = curve.refined(size, observed)
-        after = curve.seconds_for(size)
-        low, high = sorted((math.log(observed), math.log(before)))
-        assert low - 1e-9 <= math.log(after) <= high + 1e-9 or len(seen) > 1
+        near = [
+            math.log(known)
+            for other, known in curve.corrections
+            if max(other, size) <= 1.25 * min(other, size)
+        ]
+        curve = curve.refined(size, factor * LINE.seconds_for(size))
+        expected = math.log(factor)
+        if near:
+            expected = (expected + sum(near) / len(near)) / 2
+        assert math.log(dict(curve.corrections)[size]) == pytest.approx(expected, abs=1e-9)
     sizes = [size for size, _ in curve.corrections]
     assert sizes == sorted(sizes) and len(sizes) <= len(seen)
     assert CostCurve.from_dict(json.loads(json.dumps(curve.to_dict()))) == curve

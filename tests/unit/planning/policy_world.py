@@ -121,7 +121,6 @@ class World:
             curves=self.curves(option) if decision.measure else None,
             predicted=self.step_seconds(seen_by_model=True),
             penalty=self.penalty,
-            ranks=self.ranks,
         )
 
     def costs(self) -> dict[Option, float]:
@@ -130,7 +129,7 @@ class World:
         worth = {cf: Worth(self.gain(cf), self.rho(cf), 1 / self.ranks) for cf in ladder}
         state = replace(start(self.spec)[0], worth=worth)
         true = self.step_seconds()
-        seen = Observation(DENSE, true[DENSE], 0.0, 64.0, None, true, self.penalty, self.ranks)
+        seen = Observation(DENSE, true[DENSE], 0.0, 64.0, None, true, self.penalty)
         return {option: cost(self.spec, state, seen, option) for option in true}
 
 
