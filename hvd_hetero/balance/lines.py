@@ -62,6 +62,7 @@ class TimingPoint:
 
     batch: samples. ready_seconds <= done_seconds: medians over the window's steps.
     variance: of one step's done_seconds, in seconds squared; steps: how many were measured.
+    compress_seconds, input_seconds, backward_seconds: medians, see ``timing.StepTiming``.
     """
 
     batch: int
@@ -69,6 +70,9 @@ class TimingPoint:
     done_seconds: float
     variance: float
     steps: int
+    compress_seconds: float = 0.0
+    input_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         check_int("batch", self.batch, minimum=1)
@@ -76,6 +80,14 @@ class TimingPoint:
         check_float("done_seconds", self.done_seconds, minimum=0.0)
         check_float("ready_seconds", self.ready_seconds, minimum=0.0, maximum=self.done_seconds)
         check_float("variance", self.variance, minimum=0.0)
+        check_float("compress_seconds", self.compress_seconds, minimum=0.0)
+        for name in ("input_seconds", "backward_seconds"):
+            check_float(name, getattr(self, name), minimum=0.0, maximum=self.done_seconds)
+
+    @property
+    def forward_seconds(self) -> float:
+        """What is left of done_seconds beside input and backward: forward and update."""
+        return max(self.done_seconds - self.input_seconds - self.backward_seconds, 0.0)
 
     def to_dict(self) -> dict[str, float]:
         """Return a dict of JSON types; ``from_dict`` reads it back."""

@@ -15,6 +15,14 @@ from hvd_hetero.balance.lines import TimingPoint
 from hvd_hetero.errors import ConfigurationError, check_float, check_int
 
 MAD_TO_STANDARD_DEVIATION = 1.4826  # for normally distributed values
+_STEP_SECONDS = (
+    "ready_seconds",
+    "done_seconds",
+    "end_seconds",
+    "compress_seconds",
+    "input_seconds",
+    "backward_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -22,8 +30,10 @@ class StepTiming:
     """One step of one rank.
 
     batch: samples of this rank in the step. ready_seconds: until the first gradient bucket could
-    be sent; done_seconds: until the end of backward; both of own work, waiting excluded.
-    end_seconds: until the last exchange of the step had finished, waiting included.
+    be sent; done_seconds: until the end of backward; both of own work, without waiting and without
+    compression. end_seconds: until the last exchange of the step had finished, both included.
+    compress_seconds: of compression. input_seconds: waiting for the loader, and backward_seconds:
+    of all backward passes; both are parts of done_seconds, whose rest is forward and update.
     Raises ConfigurationError for a batch below 1, and for times that are negative or not finite.
     """
 
@@ -31,10 +41,13 @@ class StepTiming:
     ready_seconds: float
     done_seconds: float
     end_seconds: float
+    compress_seconds: float = 0.0
+    input_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         check_int("batch", self.batch, minimum=1)
-        for name in ("ready_seconds", "done_seconds", "end_seconds"):
+        for name in _STEP_SECONDS:
             check_float(name, getattr(self, name), minimum=0.0)
 
 
@@ -43,7 +56,8 @@ class WindowTiming:
     """What one rank reports of a window.
 
     points: one per local batch size, ascending by size. step_seconds: median step.
-    wait_seconds: median time between the end of the own work and the end of the exchange.
+    wait_seconds: median time between the end of the own work, compression included, and the end of
+    the exchange.
     after_ready_seconds: median time between the first bucket being ready and that end.
     """
 
@@ -57,6 +71,11 @@ class WindowTiming:
             raise ConfigurationError("points=(): a window needs at least one timed step")
         for name in ("step_seconds", "wait_seconds", "after_ready_seconds"):
             check_float(name, getattr(self, name), minimum=0.0)
+
+    @property
+    def typical(self) -> TimingPoint:
+        """The point most steps were measured for; of equals that of the larger batch."""
+        return max(self.points, key=lambda point: (point.steps, point.batch))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of JSON types; ``from_dict`` reads it back."""
@@ -90,7 +109,7 @@ def summarise(steps: Sequence[StepTiming]) -> WindowTiming:
     Steps are grouped by local batch size; groups of a single step (tails of an epoch) are left
     out unless all groups are that small. Each group gives the medians of its seconds and the
     variance of one step's done_seconds, (1.4826 n/(n-0.8) MAD)^2. A ready time after done counts
-    as done, an exchange that ended before backward as no waiting.
+    as done, an exchange that ended before the own work as no waiting.
     Raises ConfigurationError when there is no step.
     """
     if not steps:
@@ -103,8 +122,8 @@ def summarise(steps: Sequence[StepTiming]) -> WindowTiming:
     used = [step for group in groups.values() for step in group]
     return WindowTiming(
         points=tuple(_point(batch, groups[batch]) for batch in sorted(groups)),
-        step_seconds=median(max(step.end_seconds, step.done_seconds) for step in used),
-        wait_seconds=median(max(0.0, step.end_seconds - step.done_seconds) for step in used),
+        step_seconds=median(max(step.end_seconds, _own(step)) for step in used),
+        wait_seconds=median(max(0.0, step.end_seconds - _own(step)) for step in used),
         after_ready_seconds=median(max(0.0, step.end_seconds - _ready(step)) for step in used),
     )
 
@@ -135,6 +154,10 @@ def exchange_times(
     return total - final, final
 
 
+def _own(step: StepTiming) -> float:
+    return step.done_seconds + step.compress_seconds
+
+
 def _ready(step: StepTiming) -> float:
     return min(step.ready_seconds, step.done_seconds)
 
@@ -150,4 +173,7 @@ def _point(batch: int, group: Sequence[StepTiming]) -> TimingPoint:
         done_seconds=done,
         variance=spread**2,
         steps=len(group),
+        compress_seconds=median(step.compress_seconds for step in group),
+        input_seconds=min(done, median(step.input_seconds for step in group)),
+        backward_seconds=min(done, median(step.backward_seconds for step in group)),
     )

@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,7 @@ __all__ = ["HeteroBatchSampler", "HeteroDataLoader", "OnYield", "dataset_length"
 
 T_co = TypeVar("T_co", covariant=True)
 OnYield = Callable[[LocalBatch | None], None]
+Loading = Callable[[], AbstractContextManager[None]]
 
 _REFUSED = {
     "batch_size": "local batch sizes come from the plan: set global_batch_size of the Balancer",
@@ -66,7 +68,8 @@ class HeteroDataLoader(DataLoader[T_co]):
     """``DataLoader`` over a map-style data set whose local batch sizes follow the plan.
 
     Before a batch is handed out, ``on_yield`` gets its :class:`LocalBatch`; it gets None when a
-    pass begins and when it ends, as then there is no current batch. The remaining arguments are
+    pass begins and when it ends, as then there is no current batch. Waiting for a batch happens in
+    the context ``loading()``. The remaining arguments are
     those of ``DataLoader`` without ``batch_size``, ``shuffle``, ``sampler``, ``batch_sampler`` and
     ``drop_last``. Two differences: with workers the default ``multiprocessing_context`` is
     "forkserver", as a forked copy of a process that runs MPI may hang or crash; and
@@ -83,6 +86,7 @@ class HeteroDataLoader(DataLoader[T_co]):
         /,  # a user's batch_sampler=... is one of the options, to be refused with a reason
         *,
         on_yield: OnYield,
+        loading: Loading = nullcontext,
         **dataloader_options: Any,
     ) -> None:
         samples = dataset_length(dataset)
@@ -95,6 +99,7 @@ class HeteroDataLoader(DataLoader[T_co]):
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
         self._hetero_sampler = batch_sampler
         self._on_yield = on_yield
+        self._loading = loading
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the passes that begin from now on; the same on every rank."""
@@ -116,7 +121,7 @@ class HeteroDataLoader(DataLoader[T_co]):
                     ) from error
                 raise
         return _TicketIterator(
-            batches, self._hetero_sampler.schedule, number, tickets, self._on_yield
+            batches, self._hetero_sampler.schedule, number, tickets, self._on_yield, self._loading
         )
 
 
@@ -130,12 +135,14 @@ class _TicketIterator(Generic[T_co]):
         number: int,
         tickets: deque[LocalBatch],
         on_yield: OnYield,
+        loading: Loading,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
         self._pass = number
         self._tickets = tickets
         self._on_yield = on_yield
+        self._loading = loading
         self._failure: str | None = None
 
     def __iter__(self) -> _TicketIterator[T_co]:
@@ -155,7 +162,8 @@ class _TicketIterator(Generic[T_co]):
                 "on every rank, or handle bad samples in the data set"
             )
         try:
-            batch = next(self._batches)
+            with self._loading():
+                batch = next(self._batches)
         except StopIteration:
             self._on_yield(None)
             raise

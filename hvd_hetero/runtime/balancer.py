@@ -7,11 +7,13 @@ import logging
 import numbers
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
+from hvd_hetero.balance.memory import MemoryUse
 from hvd_hetero.balance.optperf import Bounds
 from hvd_hetero.balance.timing import WindowTiming
 from hvd_hetero.data.loader import HeteroBatchSampler, HeteroDataLoader, dataset_length
@@ -23,16 +25,21 @@ from hvd_hetero.errors import (
     check_float,
     check_int,
 )
+from hvd_hetero.planning.exchange_view import ExchangeView
 from hvd_hetero.planning.plan import Plan
 from hvd_hetero.planning.planner import (
+    PlanEffect,
     PlannerConfig,
     PlannerState,
+    Prediction,
     advance,
     first_plan,
+    predict,
 )
 from hvd_hetero.runtime.agreement import CollectivesChannel, Message, verify_alike
 from hvd_hetero.runtime.clock import wait_until
 from hvd_hetero.runtime.collectives import connect
+from hvd_hetero.runtime.memory import explain_out_of_memory, memory_use
 from hvd_hetero.runtime.profile_file import ProfileFile
 from hvd_hetero.runtime.timings import StepTimer
 
@@ -55,6 +62,8 @@ class Balancer:
         fixed_local_batches: fixed sizes, one for each rank, instead of learnt ones.
         window_steps: optimizer steps between two looks at the timings.
         min_gain: relative gain in predicted step time below which a plan is kept.
+        min_interval_windows: windows a plan stays at least; not in the first three windows, nor in
+            the three after the speed of a rank or the exchange has changed.
         seed: of the order in which a shuffled epoch is read.
         profile: file in which rank 0 keeps what was learnt of the ranks' speed. A later job on the
             same hosts begins with it, and with a plan by it, instead of an even split. One file
@@ -76,6 +85,7 @@ class Balancer:
         fixed_local_batches: Sequence[int] | None = None,
         window_steps: int = 10,
         min_gain: float = 0.05,
+        min_interval_windows: int = 3,
         seed: int = 0,
         profile: str | os.PathLike[str] | None = None,
         exchange_timeout_seconds: float = 600.0,
@@ -93,7 +103,10 @@ class Balancer:
             bounds=Bounds.build(ranks, total, min_local_batch, max_local_batch),
             granule=granule,
             min_gain=min_gain,
-            fixed_local_batches=_fixed_sizes(fixed_local_batches, ranks),
+            min_interval_windows=min_interval_windows,
+            fixed_local_batches=None
+            if fixed_local_batches is None
+            else _sizes("fixed_local_batches", fixed_local_batches, ranks),
         )
         self._name = f"hvd_hetero.balancer.{next(_counter)}"
         self._channel = CollectivesChannel(self._collectives, self._name, self._timeout_seconds)
@@ -111,6 +124,8 @@ class Balancer:
         self._stated: tuple[float, float] | None = None  # by set_batch: own and global samples
         self._yielded: tuple[float, float] | None = None  # by the loader, likewise
         self._optimizer_name: str | None = None
+        self._device = torch.device("cpu")
+        self._samples: int | None = None  # of the batch yielded last
         self.timer = StepTimer()
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
         self._at: tuple[int, int] | None = None  # (epoch, samples of it used) with that batch
@@ -128,6 +143,27 @@ class Balancer:
         """This rank's part of the newest plan's samples; over all ranks they add up to 1."""
         plan = self.plan
         return plan.local_batches[self._collectives.rank] / sum(plan.local_batches)
+
+    def predict(self, local_batches: Sequence[int]) -> Prediction | None:
+        """Return the seconds of a step under any split; None: not known yet.
+
+        By what was known at the last window; known once every rank has been timed. Only rank 0
+        learns and plans, so only it can answer.
+
+        local_batches: samples of each rank, in rank order; they need not sum to the global batch.
+        Raises ConfigurationError on other ranks, and for other than one size of at least 1 a rank.
+        """
+        if self._collectives.rank != 0:
+            raise ConfigurationError(
+                f"predict() on rank {self._collectives.rank}: only rank 0 learns the ranks' "
+                "speeds: ask there"
+            )
+        return predict(self._state, _sizes("local_batches", local_batches, self._collectives.size))
+
+    @property
+    def effect(self) -> PlanEffect | None:
+        """What the newest change of plan promised and what it brought; on rank 0, else None."""
+        return self._state.effect
 
     @property
     def global_batch_size(self) -> int:
@@ -159,7 +195,13 @@ class Balancer:
             RankMismatchError: ranks gave different data set sizes or options.
         """
         sampler = self._new_sampler(dataset_length(dataset), shuffle, drop_last)
-        loader = HeteroDataLoader(dataset, sampler, on_yield=self._on_yield, **dataloader_options)
+        loader = HeteroDataLoader(
+            dataset,
+            sampler,
+            on_yield=self._on_yield,
+            loading=self.timer.loading,
+            **dataloader_options,
+        )
         self._agree_on_data(sampler)
         return loader
 
@@ -226,6 +268,13 @@ class Balancer:
             )
         self._stated = (own, float(handle.result().item()))
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Mark the wait for a batch of your own loader: ``with balancer.loading(): next(it)``.
+
+        It is then told apart from compute. :meth:`data_loader` does that by itself.
+        """
+        return self.timer.loading()
+
     # ---- what the optimizer uses ----------------------------------------------------------------
 
     def check_free(self) -> None:
@@ -236,10 +285,12 @@ class Balancer:
                 "optimizer listens to one loader: create another Balancer for this one"
             )
 
-    def attach(self, optimizer_name: str) -> None:
-        """Bind to one optimizer."""
+    def attach(self, optimizer_name: str, device: torch.device) -> None:
+        """Bind to one optimizer, whose parameters lie on ``device``."""
         self.check_free()
         self._optimizer_name = optimizer_name
+        self._device = device
+        explain_out_of_memory(self._describe_memory)
 
     def batch_of_pass(self) -> tuple[float, float]:
         """Return (samples of this rank, samples of all ranks) behind the pass that begins now.
@@ -261,25 +312,48 @@ class Balancer:
         self._stated = None
         self._trained = self._at
 
+    def report(self) -> Message:
+        """Return what rank 0 needs of this rank besides its timings."""
+        use = memory_use(self._device)
+        return {
+            "drawn": list(self._schedule.drawn),
+            "memory": None if use is None else [use.peak_bytes, use.limit_bytes],
+        }
+
     def decide(
         self,
         windows: Sequence[WindowTiming | None],
-        drawn: Sequence[Sequence[int]],
+        reports: Sequence[Message],
         last_bucket_share: float,
+        exchange: ExchangeView | None,
     ) -> Message:
         """Rank 0: turn all ranks' timings into the plan and the cursor from which it applies.
 
-        ``windows``: in rank order, None where a rank saw no typical step. ``drawn``: how far each
-        rank has drawn.
+        ``windows``: in rank order, None where a rank saw no typical step. ``reports``: of all
+        ranks. ``exchange``: how gradients travel, None: always alike.
         """
         known = [window for window in windows if window is not None]
         reason = "kept: a rank saw no typical step in this window"
         if len(known) == len(windows):
-            self._state = advance(self._config, self._state, known, last_bucket_share)
+            before = self._state.effect
+            self._state = advance(
+                self._config,
+                self._state,
+                known,
+                last_bucket_share,
+                exchange=exchange,
+                memory=[
+                    None if report["memory"] is None else MemoryUse(*report["memory"])
+                    for report in reports
+                ],
+            )
             reason = self._state.reason
+            measured = self._state.effect
+            if before != measured and measured is not None and measured.measured_seconds:
+                logger.info("%s", measured)
             if self._profile is not None:
                 self._profile.write(self._state)
-        first, second = max((int(one[0]), int(one[1])) for one in drawn)
+        first, second = max((int(x), int(y)) for x, y in (one["drawn"] for one in reports))
         return {
             "plan": self._state.plan.to_dict(),
             "effective": [first, second],
@@ -371,11 +445,22 @@ class Balancer:
             "fixed_local_batches": config.fixed_local_batches and list(config.fixed_local_batches),
             "window_steps": self.window_steps,
             "min_gain": config.min_gain,
+            "min_interval_windows": config.min_interval_windows,
             "seed": self.seed,
             "profile": self._profile_given,
         }
 
+    def _describe_memory(self) -> str:
+        rank, plan = self._collectives.rank, self.plan
+        samples = plan.local_batches[rank] if self._samples is None else self._samples
+        return (
+            f"rank {rank} ran out of memory with a local batch of {samples} samples (plan "
+            f"{plan.version}: {plan.local_batches}): give the Balancer max_local_batch, one number "
+            f"or one for each rank, below {samples} for this rank, or a smaller global_batch_size"
+        )
+
     def _on_yield(self, batch: LocalBatch | None) -> None:
+        self._samples = None if batch is None else batch.samples
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
         if batch is not None:
             self._at = batch.epoch, batch.epoch_samples
@@ -392,17 +477,13 @@ def _data_options(sampler: HeteroBatchSampler) -> dict[str, Any]:
     return {name: getattr(sampler, name) for name in names}
 
 
-def _fixed_sizes(sizes: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
-    if sizes is None:
-        return None
+def _sizes(name: str, sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise ConfigurationError(f"{name}={sizes!r}: expected a list with one size for each rank")
+    checked = tuple(check_int(name, size, minimum=1) for size in sizes)
+    if len(checked) != ranks:
         raise ConfigurationError(
-            f"fixed_local_batches={sizes!r}: expected a list with one size for each rank"
-        )
-    fixed = tuple(check_int("fixed_local_batches", size, minimum=1) for size in sizes)
-    if len(fixed) != ranks:
-        raise ConfigurationError(
-            f"fixed_local_batches={list(sizes)!r}: {len(fixed)} sizes for {ranks} ranks; "
+            f"{name}={list(sizes)!r}: {len(checked)} sizes for {ranks} ranks; "
             "give one for each rank"
         )
-    return fixed
+    return checked
