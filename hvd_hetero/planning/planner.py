@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from hvd_hetero.balance.lines import Line, RankModel
+from hvd_hetero.balance.lines import RankModel
 from hvd_hetero.balance.memory import MemoryUse, within_memory
-from hvd_hetero.balance.optperf import Solution, solve, step_seconds
+from hvd_hetero.balance.optperf import Bounds, Solution, solve
 from hvd_hetero.balance.perf_model import FORGETTING
 from hvd_hetero.balance.timing import WindowTiming, exchange_times
 from hvd_hetero.errors import (
@@ -30,17 +30,15 @@ from hvd_hetero.planning.planner_state import (
     PlannerState,
     even_split,
 )
+from hvd_hetero.planning.prediction import models_of, step_of
 
 __all__ = [
     "PlanEffect",
     "PlannerConfig",
     "PlannerState",
-    "Prediction",
     "advance",
     "best_split",
     "first_plan",
-    "models_of",
-    "predict",
 ]
 
 GAIN_DEVIATIONS = 4.0  # a gain must also be this many standard errors of the slowest rank
@@ -57,14 +55,6 @@ def first_plan(config: PlannerConfig, ranks: int) -> Plan:
     if config.fixed_local_batches is not None:
         return Plan(0, config.fixed_local_batches, "fixed by fixed_local_batches")
     return Plan(0, even_split(config), "even split: no rank has been timed yet")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds of a step under some plan, and their relative standard error."""
-
-    seconds: float
-    relative_error: float
 
 
 def advance(
@@ -112,7 +102,7 @@ def advance(
     times = exchange.expected(state.exchange_seconds or (0.0, 0.0))
     bounds = within_memory(config.bounds, state.memory)
     try:
-        best = best_split(replace(config, bounds=bounds), models, times)
+        best = best_split(config, models, times, bounds)
     except InfeasibleBatchError:
         if not must:
             return _keep(state, "no other split fits the memory of all ranks")
@@ -185,7 +175,7 @@ def _decide(
     """Weigh the best split against the plan in force."""
     if must:
         return _change(state, best, f"{basis}: {must}", best.step_seconds)
-    now, slowest = _step(models, state.plan.local_batches, times)
+    now, slowest = step_of(models, state.plan.local_batches, times)
     gain = 1.0 - best.step_seconds / now if now > 0.0 else 0.0
     # Windows that all say the same say more than the newest, of which the fit keeps a few.
     evidence = math.sqrt(1.0 + (1.0 - FORGETTING) * state.asking)
@@ -221,74 +211,25 @@ def _decide(
     )
 
 
-def _step(
-    models: Sequence[RankModel], batches: Sequence[int], times: tuple[float, float]
-) -> tuple[float, int]:
-    """Return the seconds of a step, and the rank that it waits for."""
-    overlapped, final = times
-    pairs = list(zip(models, batches, strict=True))
-    slowest = max(
-        range(len(pairs)),
-        key=lambda rank: max(
-            pairs[rank][0].done(pairs[rank][1]), pairs[rank][0].ready(pairs[rank][1]) + overlapped
-        ),
-    )
-    return step_seconds(models, batches, overlapped, final), slowest
-
-
-def predict(state: PlannerState, local_batches: Sequence[int]) -> Prediction | None:
-    """Return what a step would take under any plan; None: not known yet.
-
-    Known is a step once every rank has been timed, with its batch of today or any other.
-    local_batches: samples of each rank, in rank order. The error is that of the rank waited for.
-    """
-    models, _ = models_of(state)
-    if models is None or state.exchange_seconds is None:
-        return None
-    seconds, slowest = _step(models, local_batches, state.exchange_seconds)
-    fit = state.fits[slowest]
-    return Prediction(seconds, fit.relative_error(local_batches[slowest]))
-
-
 def best_split(
     config: PlannerConfig,
     models: Sequence[RankModel],
     exchange_seconds: tuple[float, float] | None,
+    bounds: Bounds | None = None,
 ) -> Solution:
-    """Return the split that OptPerf finds for ``models`` and (T_o, T_u), None: no exchange."""
+    """Return the split that OptPerf finds for ``models`` and (T_o, T_u), None: no exchange.
+
+    bounds: instead of the configuration's.
+    """
     overlapped, final = exchange_seconds or (0.0, 0.0)
     return solve(
         models,
         config.global_batch_size,
-        bounds=config.bounds,
+        bounds=config.bounds if bounds is None else bounds,
         granule=config.granule,
         overlapped_seconds=overlapped,
         final_seconds=final,
     )
-
-
-def models_of(state: PlannerState) -> tuple[list[RankModel] | None, str]:
-    """Models of all ranks and what they rest on; None when a rank has no timing at all.
-
-    Done seconds are with the compression's own, as in the newest window.
-    """
-    estimates = [fit.estimate() for fit in state.fits]
-    known = [estimate for estimate in estimates if estimate is not None]
-    if len(known) < len(estimates):
-        return None, ""
-    extra = [0.0 if fit.latest is None else fit.latest.compress_seconds for fit in state.fits]
-    if any(fit.model() is not None for fit in state.fits):
-        return [
-            RankModel(model.ready, Line(model.done.slope_seconds, model.done.intercept_seconds + c))
-            for model, c in zip(known, extra, strict=True)
-        ], "OptPerf"
-    # One size each says nothing of fixed costs: straight through the origin.
-    through = []
-    for fit, compress in zip(state.fits, extra, strict=True):
-        point = fit.points[0]
-        ready, done = point.ready_seconds / point.batch, point.done_seconds / point.batch
-        through.append(RankModel(Line(ready, 0.0), Line(done, compress)))
-    return through, "in proportion to speed"
 
 
 def _broken(config: PlannerConfig, plan: Plan) -> str:

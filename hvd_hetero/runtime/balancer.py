@@ -31,11 +31,10 @@ from hvd_hetero.planning.planner import (
     PlanEffect,
     PlannerConfig,
     PlannerState,
-    Prediction,
     advance,
     first_plan,
-    predict,
 )
+from hvd_hetero.planning.prediction import Prediction, predict
 from hvd_hetero.runtime.agreement import CollectivesChannel, Message, verify_alike
 from hvd_hetero.runtime.clock import wait_until
 from hvd_hetero.runtime.collectives import connect

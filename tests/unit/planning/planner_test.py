@@ -19,8 +19,8 @@ from hvd_hetero.planning.planner import (
     PlannerState,
     advance,
     first_plan,
-    predict,
 )
+from hvd_hetero.planning.prediction import predict
 
 WINDOW_STEPS = 10
 
