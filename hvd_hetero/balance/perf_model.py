@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvd_hetero.balance.lines import Line, RankModel, TimingPoint
@@ -100,6 +100,14 @@ class RankModelFit:
             noise_steps=noise_steps,
             between=self._between(points, within) if ratio is None else self.between,
         )
+
+    def with_ready_scaled(self, factor: float) -> RankModelFit:
+        """Return the fit with all ready seconds times ``factor``, at most done seconds."""
+        points = tuple(
+            replace(p, ready_seconds=min(p.ready_seconds * factor, p.done_seconds))
+            for p in self.points
+        )
+        return replace(self, points=points)
 
     def model(self) -> RankModel | None:
         """Return the fitted lines, or None before two different batch sizes were seen."""

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hvd_hetero.balance.lines import RankModel
+from hvd_hetero.balance.lines import RankModel, TimingPoint
 from hvd_hetero.balance.memory import MemoryUse, within_memory
 from hvd_hetero.balance.optperf import Bounds, Solution, solve
-from hvd_hetero.balance.perf_model import FORGETTING
-from hvd_hetero.balance.timing import WindowTiming, exchange_times
+from hvd_hetero.balance.perf_model import FORGETTING, RankModelFit
+from hvd_hetero.balance.timing import WindowTiming, critical_bucket, exchange_times
 from hvd_hetero.errors import (
     ConfigurationError,
     InfeasibleBatchError,
@@ -61,7 +61,7 @@ def advance(
     config: PlannerConfig,
     state: PlannerState,
     windows: Sequence[WindowTiming],
-    last_bucket_share: float,
+    bucket_shares: Sequence[float],
     *,
     exchange: ExchangeView | None = None,
     memory: Sequence[MemoryUse | None] = (),
@@ -76,7 +76,7 @@ def advance(
        longer it has been predicted), and the plan is min_interval_windows old; right after the
        start or a real change plans may follow each other.
 
-    windows: one per rank, in rank order. last_bucket_share: see ``timing.exchange_times``.
+    windows: one per rank, in rank order. bucket_shares: see ``timing.exchange_times``.
     exchange: how gradients travel; None: always alike. memory: of each rank, empty for no limits.
     Raises RankMismatchError when the number of windows is not the number of ranks.
     """
@@ -86,7 +86,7 @@ def advance(
             f"{state.plan.ranks}: pass one window of every rank, in rank order"
         )
     exchange = exchange or ExchangeView()
-    state = _observe(state, windows, last_bucket_share, exchange, memory)
+    state = _observe(state, windows, bucket_shares, exchange, memory)
     if config.fixed_local_batches is not None:
         return _keep(state, "fixed_local_batches")
     must = _broken(config, state.plan)
@@ -127,19 +127,24 @@ def advance(
 def _observe(
     state: PlannerState,
     windows: Sequence[WindowTiming],
-    last_bucket_share: float,
+    bucket_shares: Sequence[float],
     exchange: ExchangeView,
     memory: Sequence[MemoryUse | None],
 ) -> PlannerState:
     """Take a window into what is known."""
-    measured = exchange_times(windows, last_bucket_share)
-    other = state.exchange_seconds is not None and state.exchange != exchange.now
-    past = measured if other or state.exchange_seconds is None else state.exchange_seconds
+    bucket = critical_bucket(windows, bucket_shares)
+    measured = exchange_times(windows, bucket_shares, bucket)
+    known = state.exchange_seconds
+    other = known is not None and state.exchange != exchange.now
+    past = measured if known is None or other or bucket != state.bucket else known
     overlapped, final = (
         old + EXCHANGE_SMOOTHING * (new - old) for old, new in zip(past, measured, strict=True)
     )
     fits = tuple(
-        fit.observe(window.points) for fit, window in zip(state.fits, windows, strict=True)
+        _seen_until(bucket, fit, window.typical, state.bucket).observe(
+            [point.until(bucket) for point in window.points]
+        )
+        for fit, window in zip(state.fits, windows, strict=True)
     )
     upset = other or any(fit.changed for fit in fits)
     effect = state.effect
@@ -154,6 +159,7 @@ def _observe(
         fits=fits,
         exchange_seconds=(overlapped, final),
         exchange=exchange.now,
+        bucket=bucket,
         memory=tuple(
             fit.observe(max(point.batch for point in window.points), use)
             for fit, window, use in zip(state.memory, windows, uses, strict=True)
@@ -161,6 +167,12 @@ def _observe(
         learning=LEARNING_WINDOWS if upset else max(state.learning - 1, 0),
         effect=effect,
     )
+
+
+def _seen_until(bucket: int, fit: RankModelFit, point: TimingPoint, before: int) -> RankModelFit:
+    """Return what was learnt of another bucket's being ready, as of this one."""
+    old, new = point.until(before).ready_seconds, point.until(bucket).ready_seconds
+    return fit.with_ready_scaled(new / old) if bucket != before and old > 0.0 else fit
 
 
 def _decide(

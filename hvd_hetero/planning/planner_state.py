@@ -105,7 +105,8 @@ class PlannerState:
     plan: the plan in force. windows: windows seen. fits: one per rank (empty: nothing seen).
     reason: of the last decision, also when nothing changed. windows_since_change: windows seen
     since the plan was made. exchange_seconds: smoothed (T_o, T_u) of the exchange named
-    ``exchange``, None before the first window. memory: one per rank. learning: windows left in
+    ``exchange``, None before the first window. bucket: the one whose being ready counts, see
+    ``timing.critical_bucket``. memory: one per rank. learning: windows left in
     which plans may follow each other. asking: windows in a row in which a change was predicted to
     pay. effect: of the newest plan that replaced another.
     """
@@ -117,6 +118,7 @@ class PlannerState:
     windows_since_change: int = 0
     exchange_seconds: tuple[float, float] | None = None
     exchange: str = ""
+    bucket: int = 0
     memory: tuple[MemoryFit, ...] = ()
     learning: int = LEARNING_WINDOWS
     asking: int = 0
@@ -145,6 +147,7 @@ class PlannerState:
             "windows_since_change": self.windows_since_change,
             "exchange_seconds": self.exchange_seconds and list(self.exchange_seconds),
             "exchange": self.exchange,
+            "bucket": self.bucket,
             "memory": [fit.to_dict() for fit in self.memory],
             "learning": self.learning,
             "asking": self.asking,
@@ -164,6 +167,7 @@ class PlannerState:
                 windows_since_change=int(data["windows_since_change"]),
                 exchange_seconds=None if times is None else (float(times[0]), float(times[1])),
                 exchange=str(data["exchange"]),
+                bucket=int(data["bucket"]),
                 memory=tuple(MemoryFit.from_dict(fit) for fit in data["memory"]),
                 learning=int(data["learning"]),
                 asking=int(data["asking"]),

@@ -323,7 +323,7 @@ class Balancer:
         self,
         windows: Sequence[WindowTiming | None],
         reports: Sequence[Message],
-        last_bucket_share: float,
+        bucket_shares: Sequence[float],
         exchange: ExchangeView | None,
     ) -> Message:
         """Rank 0: turn all ranks' timings into the plan and the cursor from which it applies.
@@ -339,7 +339,7 @@ class Balancer:
                 self._config,
                 self._state,
                 known,
-                last_bucket_share,
+                bucket_shares,
                 exchange=exchange,
                 memory=[
                     None if report["memory"] is None else MemoryUse(*report["memory"])

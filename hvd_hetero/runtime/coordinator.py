@@ -261,7 +261,7 @@ class Coordinator:
             decision["balance"] = self._balancer.decide(
                 _windows(reports, "balance"),
                 reports,
-                self._exchanger.last_bucket_share(),
+                self._exchanger.bucket_shares(),
                 view,
             )
         return decision

@@ -198,7 +198,7 @@ class GradientExchanger:
         """The parameter's gradient is complete; launches the buckets that this fills."""
         bucket, member = self._places[id(parameter)]
         if self.where_it_lies:
-            self._timer.bucket_ready()
+            self._timer.bucket_ready(bucket.index)
             self._start_in_place(bucket, member)
             self.launched_in_backward += 1
             return
@@ -335,11 +335,10 @@ class GradientExchanger:
         strategies, self._strategies = self._strategies, set()
         return " and ".join(sorted(strategies)) or "none"
 
-    def last_bucket_share(self) -> float:
-        """Share of the bucket launched last in all elements, which no backward can hide."""
-        if not self.buckets:
-            return 1.0
-        return self.buckets[-1].elements / max(sum(b.elements for b in self.buckets), 1)
+    def bucket_shares(self) -> list[float]:
+        """Return each bucket's part of all elements, in the order of launch; [1.0] without any."""
+        total = sum(bucket.elements for bucket in self.buckets)
+        return [bucket.elements / total for bucket in self.buckets] or [1.0]
 
     def frozen_parameters(self) -> list[str]:
         """Names of parameters frozen since they got their hook."""
@@ -449,7 +448,7 @@ class GradientExchanger:
             sample.take_gradient(bucket.index, work)
         clear = all([pending.done() for pending in self._pending.values()])
         k = self._entries(bucket)
-        self._timer.bucket_ready()
+        self._timer.bucket_ready(bucket.index)
         if k == 0:
             exchange = self._launch_dense(bucket)
         else:

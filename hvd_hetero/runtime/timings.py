@@ -23,7 +23,7 @@ class _Step:
     """Moments of one step; those of spans are (first, last)."""
 
     start: Any = None
-    first_bucket: Any = None
+    buckets: dict[int, Any] = field(default_factory=dict)
     backward_begin: Any = None
     backward_end: Any = None
     end: Any = None
@@ -97,10 +97,11 @@ class StepTimer:
             step.backward.append((step.backward_begin, step.backward_end))
         step.backward_begin, step.backward_end = self._mark(), None
 
-    def bucket_ready(self) -> None:
-        """A bucket of gradients is ready; only the first of a step counts."""
-        if self._step.first_bucket is None:
-            self._step.first_bucket = self._mark()
+    def bucket_ready(self, index: int) -> None:
+        """A bucket of gradients is ready, or the first gradient of one that is sent piece by
+        piece; only the first time in a step counts. index: in the order of launch."""
+        if index not in self._step.buckets:
+            self._step.buckets[index] = self._mark()
 
     def backward_ended(self) -> None:
         """A backward pass ended; only the last of a step counts."""
@@ -145,21 +146,27 @@ class StepTimer:
             return sum(span(first, last) for first, last in spans)
 
         backward_end = step.end if step.backward_end is None else step.backward_end
-        ready = backward_end if step.first_bucket is None else step.first_bucket
-        waits, compress = total(step.waits), total(step.compress)
-        # What is left to launch when backward ends is compressed behind it.
-        inside = [pair for pair in step.compress if self._marks.seconds(pair[1], backward_end) >= 0]
-        done = max(span(step.start, backward_end) - waits - total(inside), 0.0)
+        waits = total(step.waits)
+
+        def own(moment: Any) -> float:
+            """Seconds of own work until then, without compression."""
+            # What is left to launch when backward ends is compressed behind it.
+            before = [pair for pair in step.compress if self._marks.seconds(pair[1], moment) >= 0]
+            return max(span(step.start, moment) - waits - total(before), 0.0)
+
+        done = own(backward_end)
+        buckets = tuple(min(own(step.buckets[index]), done) for index in sorted(step.buckets))
         backward = total(step.backward)
         if step.backward_begin is not None:
-            backward += max(span(step.backward_begin, backward_end) - total(inside), 0.0)
+            backward += max(done - own(step.backward_begin), 0.0)
         inputs = min(total(step.inputs), done)
         return StepTiming(
             batch=step.batch,
-            ready_seconds=min(max(span(step.start, ready) - waits, 0.0), done),
+            ready_seconds=buckets[0] if buckets else done,
             done_seconds=done,
             end_seconds=max(span(step.start, step.end) - waits, 0.0),
-            compress_seconds=compress,
+            compress_seconds=total(step.compress),
             input_seconds=inputs,
             backward_seconds=min(backward, done - inputs),
+            bucket_seconds=buckets,
         )

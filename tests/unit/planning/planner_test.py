@@ -36,8 +36,8 @@ class Cluster:
         self.exchange = (0.01, 0.005)
 
     @property
-    def share(self) -> float:
-        return self.exchange[1] / sum(self.exchange)
+    def shares(self) -> list[float]:
+        return [part / sum(self.exchange) for part in self.exchange]
 
     def windows(self, batches: tuple[int, ...]) -> list[WindowTiming]:
         steps: list[list[StepTiming]] = [[] for _ in batches]
@@ -57,7 +57,7 @@ class Cluster:
         states = [state or PlannerState(first_plan(config, len(self.slopes)))]
         for _ in range(windows):
             batches = states[-1].plan.local_batches
-            states.append(advance(config, states[-1], self.windows(batches), self.share))
+            states.append(advance(config, states[-1], self.windows(batches), self.shares))
         return states
 
 
@@ -192,9 +192,9 @@ def test_a_plan_not_timed_yet_is_given_one_window() -> None:
     changed = cluster.run(spec, 1)[-1]
     assert changed.plan.version == 1
     old = cluster.windows((32, 32))
-    waiting = advance(spec, changed, old, cluster.share)
+    waiting = advance(spec, changed, old, cluster.shares)
     assert waiting.plan == changed.plan and "has not been timed" in waiting.reason
-    assert "has not been timed" not in advance(spec, waiting, old, cluster.share).reason
+    assert "has not been timed" not in advance(spec, waiting, old, cluster.shares).reason
 
 
 def test_advance_is_pure() -> None:
@@ -202,8 +202,8 @@ def test_advance_is_pure() -> None:
     state = PlannerState(first_plan(spec, 2))
     copy = dataclasses.replace(state)
     windows = cluster.windows((32, 32))
-    first = advance(spec, state, windows, 0.3)
-    assert state == copy and advance(spec, state, windows, 0.3) == first
+    first = advance(spec, state, windows, [0.7, 0.3])
+    assert state == copy and advance(spec, state, windows, [0.7, 0.3]) == first
 
 
 def test_malformed() -> None:
@@ -314,7 +314,7 @@ def test_memory_limits_the_growth_of_a_batch() -> None:
         batches = state.plan.local_batches
         seen.append(batches[0])
         uses = [MemoryUse(10 + 2 * max(seen), 100), None]
-        state = advance(config(2, 48), state, cluster.windows(batches), cluster.share, memory=uses)
+        state = advance(config(2, 48), state, cluster.windows(batches), cluster.shares, memory=uses)
     assert seen[-1] == 40
     assert all(10 + 2 * batch <= 90 for batch in seen)
     assert all(b <= 1.5 * a for a, b in itertools.pairwise(seen))
@@ -334,7 +334,7 @@ def test_the_exchange_changes_with_the_compression() -> None:
         config(2, 64),
         state,
         cluster.windows(state.plan.local_batches),
-        cluster.share,
+        cluster.shares,
         exchange=ExchangeView("CF 10", "CF 10"),
     )
     assert state.exchange_seconds == pytest.approx(cluster.exchange)

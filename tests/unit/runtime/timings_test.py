@@ -46,13 +46,15 @@ def one_step(timer: StepTimer, marks: LaggingMarks, batch: int = 8) -> list[Step
     marks.now += 2.0
     timer.backward_begins()
     marks.now += 3.0
-    timer.bucket_ready()
+    timer.bucket_ready(0)
     with timer.compressing():
         marks.now += 0.5
+    timer.bucket_ready(0)
+    timer.bucket_ready(1)
     marks.now += 1.0
-    timer.bucket_ready()
     timer.backward_ended()
     timer.synchronize_begins()
+    timer.bucket_ready(2)
     with timer.compressing():
         marks.now += 0.25
     marks.now += 8.0
@@ -72,6 +74,7 @@ def test_the_parts_of_a_step() -> None:
             compress_seconds=0.75,
             input_seconds=1.0,
             backward_seconds=4.0,
+            bucket_seconds=(6.0, 6.0, 7.0),
         )
 
 
