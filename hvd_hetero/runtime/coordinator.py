@@ -220,8 +220,7 @@ class Coordinator:
                 decision = self._channel.broadcast(decision, "decision")
             with self._overhead.own():
                 self._apply(decision)
-        if due != ["compression"]:
-            self._watch(reports, due[0])
+        self._watch(reports, due[0])
         if self._sink is not None and "record" in due:
             self._sink.write(self._window_record(reports))
             self._changed = []
