@@ -161,8 +161,7 @@ class Coordinator:
         if self.control is not None:
             with self._timer.waiting():
                 if self.control.after_step(self.steps):
-                    self._timings["compression"] = []
-                    self._changed.append("cf")
+                    self._exchange_changes()
             if self.control.due(self.steps):
                 due.append("compression")
         drift_steps = self._options.drift_check_steps
@@ -275,8 +274,7 @@ class Coordinator:
             choice = decision["compression"]
             self._gain, self._rho = choice["gain"], choice["rho"]
             if self.control.apply(choice):
-                self._changed.append("cf")
-                self._timings["compression"] = []
+                self._exchange_changes()
 
     # ---- records --------------------------------------------------------------------------------
 
@@ -338,6 +336,11 @@ class Coordinator:
             # A balancer gives a slow device less to do; a slow disk stays one.
             balanced = self._balancer is not None and slow.part != "input"
             logger.log(logging.INFO if balanced else logging.WARNING, "%s", slow)
+
+    def _exchange_changes(self) -> None:
+        """What was timed until now says nothing of the exchange to come."""
+        self._changed.append("cf")
+        self._timings.update({name: [] for name in self._timings if name != "record"})
 
     def _open_window(self, name: str, steps: int) -> None:
         self._windows[name] = steps
