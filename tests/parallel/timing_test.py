@@ -16,7 +16,7 @@ TRAIN = "tests.parallel.timing_ranks:train"
     ("part", "slow_seconds", "workers"),
     [
         ("input", 15e-3, 0),
-        ("input", 40e-3, 2),  # what workers do beside training is no wait
+        ("input", 100e-3, 2),  # what workers do beside training is no wait
         ("forward", 15e-3, 0),
         ("backward", 15e-3, 0),
     ],
