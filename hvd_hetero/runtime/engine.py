@@ -249,6 +249,7 @@ class OptimizerEngine:
         self.exchanger.set_counters(state["exchange"])
         if self._balancer is not None and state.get("balancer") is not None:
             self._balancer.load_state_dict(state["balancer"])
+        self._coordinator.state_loaded()
 
     def flush_residuals(self, steps: int, channel: Channel) -> None:
         """Have everything that was held back sent with the next ``steps`` steps; on all ranks.
