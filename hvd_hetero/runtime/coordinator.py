@@ -169,6 +169,11 @@ class Coordinator:
             for timings in self._timings.values():
                 timings.append(timing)
 
+    def before_pass(self) -> None:
+        """A backward pass begins; raises ConfigurationError where a replay waits for a state."""
+        if self._replay is not None:
+            self._replay.check_begun()
+
     def after_step(self) -> None:
         """Count an applied step; agree where a window ends. Blocks, on the main thread."""
         self.steps += 1

@@ -124,6 +124,7 @@ class OptimizerEngine:
             engine.queue_callback(self._on_backward_end)
 
     def _open_pass(self) -> None:
+        self._coordinator.before_pass()
         self._pass_batch = self._current_batch()
         self._step_batches.append(self._pass_batch)
         self.exchanger.passes_per_step = self._optimizer.backward_passes_per_step

@@ -39,6 +39,7 @@ class Replay:
         self._path = path
         self._rank = rank
         self._begun = recording.begins == 0
+        self._told = 1 if self._begun else 0  # decisions
         self._trained = False
         self._ended = False
 
@@ -46,18 +47,18 @@ class Replay:
         """Return what is in force before the first step; nothing where a state is to be loaded."""
         return _message(self._recording.decisions[0]) if self._begun else {}
 
-    def after(self, step: int) -> Message:
-        """Return what was decided after ``step``.
-
-        Raises:
-            ConfigurationError: the recorded run went on from a state that was not loaded here.
-        """
+    def check_begun(self) -> None:
+        """Raise ConfigurationError where the recorded run went on from a state not loaded here."""
         if not self._begun:
             raise ConfigurationError(
                 f"replay={self._path!r}: the recorded run went on from a state saved after step "
                 f"{self._recording.begins}: load it before the first step, by "
                 "load_hetero_state_dict"
             )
+
+    def after(self, step: int) -> Message:
+        """Return what was decided after ``step``; raises like ``check_begun``."""
+        self.check_begun()
         self._trained = True
         if step > self._recording.ends and not self._ended and self._rank == 0:
             self._ended = True
@@ -74,21 +75,27 @@ class Replay:
         Raises:
             ConfigurationError: the recording begins later, or the job has trained already.
         """
-        if step < self._recording.begins or self._trained:
-            come = "this job has trained already" if self._trained else "the recording begins later"
+        begins, told = self._recording.begins, self._recording.decisions[: self._told]
+        why = ""
+        if self._trained:
+            why = "this job has trained already"
+        elif step < begins:
+            why = f"the recording begins at step {begins}"
+        elif told and told[-1].step > step:
+            why = "another one was loaded before"
+        if why:
             raise ConfigurationError(
-                f"replay={self._path!r}: a state saved after step {step} was loaded, but {come} "
-                f"(at step {self._recording.begins}): load, before the first step, a state of "
-                "this step or of a later one"
+                f"replay={self._path!r}: a state saved after step {step} was loaded, but {why}: "
+                f"load one state, of step {begins} or later, before the first step"
             )
         choice = self._recording.choice_at(step)
         return {} if choice is None else {"compression": _choice_message(choice)}
 
     def plans_until(self, step: int) -> list[Message]:
         """Return the plans that a job which goes on after ``step`` has yet to be told of."""
-        known = self._recording.until(step)[int(self._begun) :]
-        self._begun = True
-        return [{"balance": _plan_message(one)} for one in known if one.plan is not None]
+        known = self._recording.until(step)
+        left, self._told, self._begun = known[self._told :], len(known), True
+        return [{"balance": _plan_message(one)} for one in left if one.plan is not None]
 
 
 def load_replay(

@@ -127,6 +127,11 @@ class CompressionChoice:
 
     def __post_init__(self) -> None:
         _convert(self, _CHOICE_FIELDS)
+        if self.strategy not in _STRATEGIES or min(self.entries, default=0) < 0:
+            raise RecordError(
+                f"strategy={self.strategy!r}, entries={self.entries}: expected one of "
+                f"{', '.join(_STRATEGIES)}, and whole numbers from 0 on"
+            )
 
 
 @dataclass(frozen=True)
@@ -354,6 +359,7 @@ _WINDOW_FIELDS = {
     "rho": _known,
     "nonfinite_steps": _int,
 }
+_STRATEGIES = ("dense", "allgather", "shared-index")
 _CHOICE_FIELDS = {
     "cf": _known,
     "strategy": _str,

@@ -150,10 +150,12 @@ def recorded_run(records: Iterable[Record], here: ConfigurationRecord) -> Record
     _check_alike(configuration, here)
     starts = [i for i, one in enumerate(run) if isinstance(one, DecisionRecord) and one.begins]
     since = run[starts[-1] :] if starts else run
-    return Recording(
+    recording = Recording(
         tuple(one for one in since if isinstance(one, DecisionRecord)),
         max(one.step for one in since if isinstance(one, WindowRecord | DecisionRecord)),
     )
+    _check_plans(recording, here)
+    return recording
 
 
 def _check_alike(recorded: ConfigurationRecord, here: ConfigurationRecord) -> None:
@@ -180,6 +182,22 @@ def _check_alike(recorded: ConfigurationRecord, here: ConfigurationRecord) -> No
                 f"bucket {index} was recorded as {_described(one)}, here it is "
                 f"{_described(other)}: use the same model and "
                 f"bucket_bytes={then.get('bucket_bytes')!r}"
+            )
+
+
+def _check_plans(recording: Recording, here: ConfigurationRecord) -> None:
+    asked: Mapping[str, Any] = here.options.get("balancer") or {}
+    if bool(asked) != recording.balanced:
+        raise ConfigurationError("it has a balancer without plans, or plans without a balancer")
+    chooses = isinstance(here.options.get("compression"), Mapping) and here.ranks > 1
+    if chooses != recording.compressed:
+        raise ConfigurationError("it has compression without choices, or choices without it")
+    for _, plan in recording.plans:
+        if (plan.ranks, plan.global_batch_size) != (here.ranks, asked["global_batch_size"]):
+            raise ConfigurationError(
+                f"plan {plan.version} has local batches {_short(list(plan.local_batches))}, which "
+                f"are none of {here.ranks} ranks and global_batch_size="
+                f"{asked['global_batch_size']}: the file was changed"
             )
 
 
