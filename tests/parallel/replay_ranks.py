@@ -8,6 +8,7 @@ other parameters.
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def compression_of(kind: str | None) -> Any:
     if kind == "no harm":
         return het.Compression.adaptive(dense_steps=4, dense_wait_windows=1, **search)
     if kind == "model":
-        return het.Compression.adaptive("model", dense_wait_windows=1, **search)
+        return het.Compression.adaptive(policy="model", dense_steps=4, do_no_harm=False, **search)
     return het.Compression.none
 
 
@@ -73,7 +74,10 @@ def train(
         seed=3,
         exchange_timeout_seconds=60,
     )
-    worker_options = {"num_workers": workers, "persistent_workers": True} if workers else {}
+    worker_options: dict[str, Any] = {}
+    if workers:  # their server imports torch once, not each of them
+        multiprocessing.set_forkserver_preload(["torch", __name__])
+        worker_options = {"num_workers": workers, "persistent_workers": True}
     loader = balancer.data_loader(Samples(), shuffle=True, **worker_options)
     optimizer: Any = het.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
