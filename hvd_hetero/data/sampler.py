@@ -18,16 +18,17 @@ from hvd_hetero.data.partition import (
     local_batch,
     next_global_batch,
 )
-from hvd_hetero.data.schedule import PlanSchedule
+from hvd_hetero.data.schedule import Cursor, PlanSchedule
 from hvd_hetero.errors import ConfigurationError, check_bool, check_int
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over the data: its number, its epoch, the samples of that which earlier jobs have
-    used, and where its tickets go (None: nowhere)."""
+    """One pass over the data: its number, its first step and the samples before that, which earlier
+    jobs have used, its epoch, and where its tickets go (None: nowhere)."""
 
     number: int
+    first_step: int
     epoch: int
     used_samples: int
     tickets: deque[LocalBatch] | None
@@ -68,6 +69,7 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._min_total = sum(bounds.lower)
         self._epoch: int | None = None
         self._first_epoch = 0
+        self._first_pass = 0
         self._resumed: tuple[int, int] | None = None  # epoch, samples of it used before
         self._opened: _Pass | None = None
         plan = schedule.latest
@@ -82,26 +84,24 @@ class HeteroBatchSampler(Sampler[list[int]]):
         """Choose the order of the passes that begin from now on; the same on every rank."""
         self._epoch = check_int("epoch", epoch, minimum=0)
 
-    def resume(self, epoch: int, used_samples: int) -> None:
+    def resume(self, epoch: int, used_samples: int, cursor: Cursor = (0, 0)) -> None:
         """Go on in ``epoch`` after its first ``used_samples``, with the pass that begins next.
 
         A pass over another epoch, chosen by :meth:`set_epoch`, begins at its start. The order of
-        an epoch does not depend on the ranks, so their number may have changed.
+        an epoch does not depend on the ranks, so their number may have changed. Passes and batches
+        are counted on from ``cursor``.
 
         Raises:
             ConfigurationError: passes have begun already, or a value is out of range.
             InfeasibleBatchError: fewer samples are left than all ranks need at least.
         """
-        self._first_epoch = check_int("epoch", epoch, minimum=0)
+        first_epoch = check_int("epoch", epoch, minimum=0)
         used = check_int("used_samples", used_samples, minimum=0, maximum=self.dataset_samples)
-        if self.schedule.drawn != (0, 0) or self.schedule.passes:
-            raise ConfigurationError(
-                "a saved position was loaded after batches had been drawn: load it before the "
-                "first pass over the loader"
-            )
         size = self.schedule.latest.global_batch_size
         next_global_batch(self.dataset_samples - used, size, self._min_total, self.drop_last)
-        self._resumed = self._first_epoch, used
+        self.schedule.go_on_from(cursor)
+        self._first_epoch, self._first_pass = first_epoch, cursor[0]
+        self._resumed = first_epoch, used
 
     def __len__(self) -> int:
         """Global batches, hence steps, of one epoch under the newest plan's global batch size."""
@@ -123,15 +123,19 @@ class HeteroBatchSampler(Sampler[list[int]]):
             self._opened = None
 
     def _begin(self, tickets: deque[LocalBatch] | None) -> _Pass:
-        number = self.schedule.begin_pass()
-        epoch = self._first_epoch + number if self._epoch is None else self._epoch
-        (resumed, used), self._resumed = self._resumed or (epoch, 0), None
-        return _Pass(number, epoch, used if resumed == epoch else 0, tickets)
+        resumed, used = self._resumed or (None, 0)
+        goes_on = resumed is not None and self._epoch in (None, resumed)
+        number, first_step = self.schedule.begin_pass(goes_on=goes_on)
+        self._resumed = None
+        epoch = self._first_epoch + number - self._first_pass
+        if self._epoch is not None:
+            epoch = self._epoch
+        return _Pass(number, first_step, epoch, used if goes_on else 0, tickets)
 
     def _draw(self, opened: _Pass | None) -> Iterator[list[int]]:
         this = opened or self._begin(None)
         order = epoch_order(self.dataset_samples, self.seed, this.epoch, self.shuffle)
-        step, position = 0, this.used_samples
+        step, position = this.first_step, this.used_samples
         while True:
             # Drawn also where the epoch ends: that there is no further batch is decided under this
             # plan, and a later plan must not reverse it on a rank that is behind.

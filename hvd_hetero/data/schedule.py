@@ -9,12 +9,16 @@ ranks have drawn differently far. A new plan may only apply to batches that no r
 
 A plan therefore takes effect late by the number of batches in the queues of the rank that ran
 ahead most: at most ``num_workers * prefetch_factor`` with the default loader.
+
+In a replay the plans to come are known from the start (``foresee``). Draws follow them, however far
+workers run ahead; as ``latest`` a plan counts once it is installed, as in the recorded run.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +35,10 @@ class PlanSchedule:
     def __init__(self, plan: Plan) -> None:
         self._lock = threading.RLock()
         self._entries: list[tuple[Cursor, Plan]] = [((0, 0), plan)]
+        self._foreseen: list[tuple[Cursor, Plan]] = []
         self._drawn: Cursor = (0, 0)
         self._passes = 0
+        self._begun = False
 
     @property
     def drawn(self) -> Cursor:
@@ -42,15 +48,27 @@ class PlanSchedule:
 
     @property
     def passes(self) -> int:
-        """Passes begun so far."""
+        """Passes begun so far, those of the jobs before this one included."""
         with self._lock:
             return self._passes
+
+    @property
+    def begun(self) -> bool:
+        """Whether a pass was begun here."""
+        with self._lock:
+            return self._begun
 
     @property
     def latest(self) -> Plan:
         """The plan installed last, which may not have taken effect yet."""
         with self._lock:
             return self._entries[-1][1]
+
+    @property
+    def entries(self) -> list[tuple[Cursor, Plan]]:
+        """Installed plans with their cursors: the one the next draw is under, and all later."""
+        with self._lock:
+            return list(self._entries)
 
     def plan_at(self, cursor: Cursor) -> Plan:
         """Return the plan that applies at ``cursor``; meant for those not drawn yet.
@@ -73,11 +91,13 @@ class PlanSchedule:
         """Let ``plan`` apply from ``effective`` on: the maximum of ``drawn`` over all ranks.
 
         Raises ConfigurationError when this rank has already drawn beyond ``effective``, or when
-        ``effective`` lies before that of an earlier plan.
+        ``effective`` lies before that of an earlier plan; not for the plan that was foreseen next.
         """
         with self._lock:
             last = self._entries[-1][0]
-            if effective < self._drawn or effective < last:
+            if self._foreseen[:1] == [(effective, plan)]:
+                del self._foreseen[0]
+            elif effective < self._drawn or effective < last:
                 raise ConfigurationError(
                     f"plan {plan.version} cannot apply from {effective}: this rank has drawn up to "
                     f"{self._drawn} and the plan before applies from {last}; take the maximum of "
@@ -88,14 +108,53 @@ class PlanSchedule:
             self._entries.append((effective, plan))
             self._forget()
 
-    def begin_pass(self) -> int:
-        """Start the next pass over the data and return its number; older passes end here."""
+    def foresee(self, plans: Sequence[tuple[Cursor, Plan]]) -> None:
+        """Let draws follow ``plans``, in the order in which they will be installed.
+
+        Plans that apply from the first draw on were made where nothing is drawn by a sampler: they
+        count once they are installed.
+
+        Raises ConfigurationError when this rank has drawn a batch to which one of them applies, or
+        they are not in the order of their cursors.
+        """
         with self._lock:
-            number = self._passes
-            self._passes += 1
-            self._drawn = (number, 0)
+            cursors = [self._entries[-1][0], *(effective for effective, _ in plans)]
+            if any(later < earlier for earlier, later in itertools.pairwise(cursors)):
+                raise ConfigurationError(f"plans from {cursors}: give them in the order of these")
+            missed = [one for one in cursors[1:] if (0, 0) < one < self._drawn]
+            if missed:
+                raise ConfigurationError(
+                    f"a plan that applies from {missed[0]} is foreseen, but this rank has drawn up "
+                    f"to {self._drawn}: draw no batch before"
+                )
+            self._foreseen = list(plans)
+
+    def go_on_from(self, cursor: Cursor) -> None:
+        """Count on from ``cursor``, the next draw of an earlier job; before the first pass.
+
+        Raises ConfigurationError when a pass has begun.
+        """
+        with self._lock:
+            if self._begun:
+                raise ConfigurationError(
+                    "a saved position was loaded after batches had been drawn: load it before the "
+                    "first pass over the loader"
+                )
+            self._passes, self._drawn = cursor[0], cursor
+
+    def begin_pass(self, *, goes_on: bool = False) -> Cursor:
+        """Start the next pass over the data and return its first cursor; older passes end here.
+
+        goes_on: it is the pass in which an earlier job has come as far as ``go_on_from`` said.
+        """
+        with self._lock:
+            left_in_mid_pass = not self._begun and self._drawn[1] > 0
+            number = self._passes + int(left_in_mid_pass and not goes_on)
+            step = self._drawn[1] if left_in_mid_pass and goes_on else 0
+            self._passes, self._begun = number + 1, True
+            self._drawn = (number, step)
             self._forget()
-            return number
+            return self._drawn
 
     def draw(self, cursor: Cursor) -> Plan:
         """Mark ``cursor`` as drawn and return the plan that applies to it.
@@ -107,6 +166,9 @@ class PlanSchedule:
             if cursor != self._drawn:
                 raise BatchAccountingError(stale_pass(cursor[0], self._drawn[0]))
             plan = self.plan_at(cursor)
+            for effective, foreseen in self._foreseen:
+                if (0, 0) < effective <= cursor:
+                    plan = foreseen
             self._drawn = (cursor[0], cursor[1] + 1)
             self._forget()
             return plan

@@ -8,6 +8,7 @@ import numbers
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from hvd_hetero.balance.optperf import Bounds
 from hvd_hetero.balance.timing import WindowTiming
 from hvd_hetero.data.loader import HeteroBatchSampler, HeteroDataLoader, dataset_length
 from hvd_hetero.data.partition import LocalBatch
-from hvd_hetero.data.schedule import PlanSchedule
+from hvd_hetero.data.schedule import Cursor, PlanSchedule
 from hvd_hetero.errors import (
     BatchAccountingError,
     ConfigurationError,
@@ -125,10 +126,12 @@ class Balancer:
         self._optimizer_name: str | None = None
         self._device = torch.device("cpu")
         self._samples: int | None = None  # of the batch yielded last
+        self._follows = False
         self.timer = StepTimer()
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
-        self._at: tuple[int, int] | None = None  # (epoch, samples of it used) with that batch
-        self._trained: tuple[int, int] | None = None  # the same after the last step
+        # With that batch (epoch, samples of it used), and the cursor of the batch after it:
+        self._at: tuple[tuple[int, int], Cursor] | None = None
+        self._trained: tuple[tuple[int, int], Cursor] | None = None  # the same after the last step
 
     # ---- what scripts use -----------------------------------------------------------------------
 
@@ -359,13 +362,30 @@ class Balancer:
             "reason": reason,
         }
 
+    def follow(self, plans: Sequence[tuple[Cursor, Plan]]) -> None:
+        """All ranks: draw by ``plans``, each to be given to ``apply`` later; learn none.
+
+        Raises:
+            ConfigurationError: batches were drawn under another plan.
+        """
+        (effective, first), drawn = plans[0], self._schedule.drawn
+        if effective < drawn and first.local_batches != self.plan.local_batches:
+            raise ConfigurationError(
+                f"batches were drawn with local batches {list(self.plan.local_batches)} before "
+                f"the recorded {list(first.local_batches)} were known: create the optimizer "
+                "before the first pass over the loader"
+            )
+        self._schedule.foresee(plans)
+        self._follows = True
+
     def apply(self, decision: Message) -> bool:
         """All ranks: install the agreed plan; return True when it is new. The schedule is held."""
         plan = Plan.from_dict(decision["plan"])
-        if plan.version == self._schedule.latest.version:
+        if plan.version == self._schedule.latest.version and not self._follows:
             return False
         first, second = decision["effective"]
         self._schedule.install(plan, (first, second))
+        self._state = replace(self._state, plan=plan)  # also where it was not planned here
         logger.info("plan %d: %s (%s)", plan.version, plan.local_batches, decision["reason"])
         self.timer.discard()
         return True
@@ -380,8 +400,9 @@ class Balancer:
         """
         sampler, data = self._sampler, None
         if sampler is not None:
-            epoch, used = self._trained or (0, 0)
+            (epoch, used), cursor = self._trained or ((0, 0), (0, 0))
             data = _data_options(sampler) | {"epoch": epoch, "used_samples": used}
+            data["cursor"] = list(cursor)
         first = self._collectives.rank == 0
         return {
             "ranks": self._collectives.size,
@@ -416,8 +437,12 @@ class Balancer:
                     "the epoch means nothing here: use the same data and seed, or take "
                     "state['balancer'] out to begin an epoch"
                 )
-            self._sampler.resume(int(data["epoch"]), int(data["used_samples"]))
-            self._at = self._trained = int(data["epoch"]), int(data["used_samples"])
+            place = int(data["epoch"]), int(data["used_samples"])
+            first, second = data.get("cursor", (0, 0))
+            self._sampler.resume(*place, (int(first), int(second)))
+            self._at = self._trained = place, (int(first), int(second))
+        if self._follows:
+            return
         plan = Plan.from_dict(state["plan"])
         fits = plan.ranks == self._collectives.size
         if not fits or plan.global_batch_size != config.global_batch_size:
@@ -462,7 +487,8 @@ class Balancer:
         self._samples = None if batch is None else batch.samples
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
         if batch is not None:
-            self._at = batch.epoch, batch.epoch_samples
+            after = batch.epoch_pass, batch.step + 1
+            self._at = (batch.epoch, batch.epoch_samples), after
         self._yielded = (
             None if batch is None else (float(batch.samples), float(batch.global_samples))
         )

@@ -55,7 +55,8 @@ class CompressionControl:
     """Owns the policy of one optimizer and what it needs: samples, costs and rates.
 
     ``choice`` is the decision in force as a message, ``curves`` what the last sampled window
-    showed (rank 0 only).
+    showed (rank 0 only). Where it only ``follows``, as in a replay, nothing is measured and no
+    policy started: ``apply`` is told from outside.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class CompressionControl:
         channel: Channel,
         optimizer: torch.optim.Optimizer,
         timeout_seconds: float,
+        follows: bool = False,
     ) -> None:
         self.spec = spec
+        self._follows = follows
         self._exchanger = exchanger
         self._collectives = collectives
         self._channel = channel
@@ -80,9 +83,9 @@ class CompressionControl:
         self.curves: Curves | None = None
         self._begun = False  # alike on all ranks
         self.reason = f"dense for the first {spec.dense_steps} steps" if spec.dense_steps else ""
-        if spec.policy != "fixed":
+        if spec.policy != "fixed" and not follows:
             self._measure_costs()
-        if spec.dense_steps == 0:
+        if spec.dense_steps == 0 and not follows:
             self._begin()
 
     # ---- windows --------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ class CompressionControl:
 
     def after_step(self, steps: int) -> bool:
         """Start compressing once the dense steps are over; return whether that was now."""
-        if self._begun or steps < self.spec.dense_steps:
+        if self._begun or self._follows or steps < self.spec.dense_steps:
             return False
         self._begin()
         return True
@@ -186,7 +189,7 @@ class CompressionControl:
             sample=choice["sample"],
         )
         before = self._exchanger.mode
-        if mode.sample:
+        if mode.sample and not self._follows:  # a step takes the same way without a sample
             self._prepare_sample()
         self._exchanger.set_mode(mode, self.spec.flush_steps)
         changed = _option(mode) != _option(before)
@@ -206,6 +209,7 @@ class CompressionControl:
             "layout": self._exchanger.layout(),
             "mode": [mode.cf, mode.strategy, list(mode.entries), mode.sample],
             "reason": self.reason,
+            "follows": self._follows,
             "policy": None if self._state is None else self._state.to_dict(),
             "costs": None if self._costs is None else self._costs.to_dict(),
             "sample": None if sample is None else sample.state_dict(),
@@ -232,7 +236,7 @@ class CompressionControl:
                 f"{', '.join(differing)}; use the same options, or take state['compression'] "
                 "out to keep the residuals alone"
             )
-        self._begun = steps >= self.spec.dense_steps
+        self._begun = steps >= self.spec.dense_steps and not self._follows
         cf, strategy, entries, sample = state["mode"]
         same_layout = state["layout"] == self._exchanger.layout()
         self.reason = state["reason"]
@@ -240,13 +244,17 @@ class CompressionControl:
             self._state = policy.PolicyState.from_dict(state["policy"])
         if same_ranks and state["costs"] is not None:
             self._costs = CostModel.from_dict(state["costs"])
-        if sample:
+        if sample and not self._follows:
             self._prepare_sample()
             new = self._exchanger.sample
-            if new is not None and state["sample_layout"] == list(new.bucket_elements):
-                new.load_state_dict(state["sample"])
+            saved = state["sample"]
+            if new is not None and saved and state["sample_layout"] == list(new.bucket_elements):
+                new.load_state_dict(saved)
         mode = SparsityMode(cf, strategy, tuple(entries) if same_layout else (), sample)
         self._exchanger.set_mode(mode, self.spec.flush_steps)
+        if state.get("follows") and not self._follows:  # no policy was saved: it starts here
+            self._begun = False
+            self.after_step(steps)
 
     # ---- inside ---------------------------------------------------------------------------------
 

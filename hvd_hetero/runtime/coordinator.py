@@ -39,6 +39,7 @@ from hvd_hetero.runtime.mpi import (
     world_communicator,
 )
 from hvd_hetero.runtime.overhead import Overhead, overhead_of
+from hvd_hetero.runtime.replay import DecisionLog, Replay, load_replay
 from hvd_hetero.runtime.timings import StepTimer
 from hvd_hetero.telemetry.records import BucketLayout, ConfigurationRecord, WindowRecord
 from hvd_hetero.telemetry.sink import JsonLinesSink
@@ -60,6 +61,7 @@ class CoordinatorOptions:
     spec: Adaptive | None
     drift_check_steps: int | None
     log: str | None
+    replay: str | None
     rank: int
 
     @property
@@ -131,7 +133,8 @@ class Coordinator:
             self._plan_reason = balancer.plan.reason
         self.control: CompressionControl | None = None
         if options.spec is not None and collectives.size > 1:
-            self._timings["compression"] = []
+            if options.replay is None:
+                self._timings["compression"] = []
             self.control = CompressionControl(
                 options.spec,
                 exchanger=exchanger,
@@ -139,8 +142,21 @@ class Coordinator:
                 channel=channel,
                 optimizer=optimizer,
                 timeout_seconds=timeout_seconds,
+                follows=options.replay is not None,
             )
+        self._replay: Replay | None = None
+        if options.replay is not None:
+            self._replay = load_replay(
+                options.replay,
+                _configuration_record(configuration, exchanger),
+                channel=channel,
+                rank=options.rank,
+                balancer=balancer,
+            )
+            self._apply(self._replay.begin())
+            self._changed = []
         self._sink: JsonLinesSink | None = None
+        self._decisions: DecisionLog | None = None
         if log_everywhere:
             windows = list(self._windows.values())
             windows += [] if options.spec is None else [options.spec.window]
@@ -148,15 +164,28 @@ class Coordinator:
             if options.rank == 0 and options.log_path is not None:
                 self._sink = JsonLinesSink(options.log_path)
                 self._sink.write(_configuration_record(configuration, exchanger))
+                flush_steps = None if self.control is None else self.control.spec.flush_steps
+                self._decisions = DecisionLog(self._sink, exchanger, balancer, flush_steps)
+                self._decisions.begin(0, self._compression_reason())
 
     def record(self, timing: StepTiming) -> None:
         """Take the timing of a step into the windows that are open."""
         for timings in self._timings.values():
             timings.append(timing)
 
+    def before_pass(self) -> None:
+        """A backward pass begins; raises ConfigurationError where a replay waits for a state."""
+        if self._replay is not None:
+            self._replay.check_begun()
+
     def after_step(self) -> None:
         """Count an applied step; agree where a window ends. Blocks, on the main thread."""
         self.steps += 1
+        self._agree_where_due()
+        if self._decisions is not None:
+            self._decisions.note(self.steps, self._compression_reason())
+
+    def _agree_where_due(self) -> None:
         due = [name for name, steps in self._windows.items() if self.steps % steps == 0]
         if self.control is not None:
             with self._timer.waiting():
@@ -166,6 +195,8 @@ class Coordinator:
                 due.append("compression")
         drift_steps = self._options.drift_check_steps
         check = drift_steps is not None and self.steps % drift_steps == 0
+        if self._replay is not None and not due:
+            self._apply(self._replay.after(self.steps))
         if not due and not check:
             return
         with self._timer.waiting():
@@ -189,7 +220,13 @@ class Coordinator:
     def load_compression_state(
         self, state: Mapping[str, Any] | None, steps: int, same_ranks: bool
     ) -> None:
-        """Count on from ``steps``, and let the policy go on from ``state``."""
+        """Count on from ``steps``, and let the policy go on from ``state``.
+
+        Raises:
+            ConfigurationError: the state does not fit these options, or not the recording that is
+                replayed.
+        """
+        choice = {} if self._replay is None else self._replay.choice_at(steps)
         self.steps = steps
         self._timings = {name: [] for name in self._timings}
         self._bytes_at_record = (steps, self._exchanger.sent_bytes)
@@ -197,6 +234,16 @@ class Coordinator:
             self.control.load_state_dict(state, steps, same_ranks)
         elif self.control is not None:
             self.control.go_on_from(steps)
+        self._apply(choice)
+
+    def state_loaded(self) -> None:
+        """Everything goes on from a loaded state."""
+        if self._replay is not None:
+            for plan in self._replay.plans_until(self.steps):
+                self._apply(plan)
+            self._changed = []
+        if self._decisions is not None:
+            self._decisions.begin(self.steps, self._compression_reason())
 
     # ---- one agreement --------------------------------------------------------------------------
 
@@ -210,19 +257,26 @@ class Coordinator:
             with self._overhead.waiting():
                 reports = self._channel.allgather(report, "window")
             verify_alike([report["alike"] for report in reports], _SAME_STEPS)
-            sums = None
-            if "compression" in due and self.control is not None:
-                sums = self.control.collect()
-            with self._overhead.own():
-                decision = self._decide(due, reports, sums) if self._options.rank == 0 else None
-            with self._overhead.waiting():
-                decision = self._channel.broadcast(decision, "decision")
-            with self._overhead.own():
-                self._apply(decision)
+            if self._replay is not None:
+                self._apply(self._replay.after(self.steps))
+            else:
+                self._apply(self._agreed(due, reports))
         self._watch(reports, due[0])
         if self._sink is not None and "record" in due:
             self._sink.write(self._window_record(reports))
             self._changed = []
+
+    def _agreed(self, due: Sequence[str], reports: Sequence[Message]) -> Message:
+        """Return what rank 0 decides from all reports."""
+        sums = None
+        if "compression" in due and self.control is not None:
+            sums = self.control.collect()
+        decision = None
+        if self._options.rank == 0:
+            with self._overhead.own():
+                decision = self._decide(due, reports, sums)
+        with self._overhead.waiting():
+            return self._channel.broadcast(decision, "decision")
 
     def _report(self, due: Sequence[str]) -> Message:
         report: Message = {"timings": {}, "alike": {}}

@@ -125,6 +125,7 @@ class OptimizerEngine:
             engine.queue_callback(self._on_backward_end)
 
     def _open_pass(self) -> None:
+        self._coordinator.before_pass()
         self._pass_batch = self._current_batch()
         self._step_batches.append(self._pass_batch)
         self.exchanger.passes_per_step = self._optimizer.backward_passes_per_step
@@ -250,6 +251,7 @@ class OptimizerEngine:
         self.exchanger.set_counters(state["exchange"])
         if self._balancer is not None and state.get("balancer") is not None:
             self._balancer.load_state_dict(state["balancer"])
+        self._coordinator.state_loaded()
 
     def flush_residuals(self, steps: int, channel: Channel) -> None:
         """Have everything that was held back sent with the next ``steps`` steps; on all ranks.

@@ -68,6 +68,7 @@ def DistributedOptimizer(
     exchange_timeout_seconds: float = 600.0,
     drift_check_steps: int | None = None,
     log: str | os.PathLike[str] | None = None,
+    replay: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Wrap a ``torch.optim.Optimizer`` as Horovod does, with compression and balancing.
 
@@ -96,6 +97,9 @@ def DistributedOptimizer(
         drift_check_steps: every so many steps compare parameters and learning rates between
             ranks; RankMismatchError names the first that differs.
         log: file for JSON lines about the run, written by rank 0; default ``HVD_HETERO_LOG``.
+        replay: a file written by ``log``: the plans and choices of compression of the last run in
+            it are applied again, after the same steps and from the same batches; nothing is
+            measured to decide by. Needs the same ranks, model and options.
 
     Returns:
         An instance of a fresh subclass of the optimizer's class, as Horovod's is.
@@ -139,7 +143,8 @@ def DistributedOptimizer(
         "gradient_predivide_factor", gradient_predivide_factor, minimum=0, exclusive_minimum=True
     )
     check_int("num_groups", num_groups, minimum=0)
-    log = _check_log(log)
+    log = _check_path("log", log, "None to use HVD_HETERO_LOG")
+    replay = _check_path("replay", replay, "None")
     own_path = spec is not None or balancer is not None or local_clip_norm is not None
     if own_path:
         _refuse_unsupported(op, gradient_predivide_factor, num_groups, groups, process_set)
@@ -155,7 +160,11 @@ def DistributedOptimizer(
     names = name_parameters(optimizer, named_parameters)
     prefix = f"hvd_hetero.{next(_counter)}"
     options = CoordinatorOptions(
-        spec=spec, drift_check_steps=drift_check_steps, log=log, rank=collectives.rank
+        spec=spec,
+        drift_check_steps=drift_check_steps,
+        log=log,
+        replay=replay,
+        rank=collectives.rank,
     )
     start_channel = CollectivesChannel(collectives, prefix, timeout)
     signature = {
@@ -172,10 +181,16 @@ def DistributedOptimizer(
         "grad_scaler": grad_scaler is not None,
         "bucket_bytes": bucket_bytes,
         "drift_check_steps": drift_check_steps,
+        "replay": replay,
         **parameter_signature(optimizer, names),
     }
     messages = start_channel.allgather({"alike": signature, "log": options.log_path}, "options")
     verify_alike([message["alike"] for message in messages])
+    if replay is not None and spec is None and balancer is None:
+        raise ConfigurationError(
+            f"replay={replay!r}: there is nothing to replay without a balancer and without "
+            "Compression.topk or .adaptive: give those of the recorded run, or leave replay out"
+        )
 
     mine = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
     if own_path:  # before Horovod registers hooks, which would stay
@@ -283,14 +298,12 @@ def _describe_compression(compression: Any) -> Any:
     return compression.__name__
 
 
-def _check_log(log: Any) -> str | None:
-    if log is None:
+def _check_path(name: str, value: Any, otherwise: str) -> str | None:
+    if value is None:
         return None
-    path = os.fspath(log) if isinstance(log, os.PathLike) else log
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or not path:
-        raise ConfigurationError(
-            f"log={log!r}: expected the path of a file, or None to use HVD_HETERO_LOG"
-        )
+        raise ConfigurationError(f"{name}={value!r}: expected the path of a file, or {otherwise}")
     return path
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from hvd_hetero.errors import HeteroError
+from hvd_hetero.errors import ConfigurationError, HeteroError
+from hvd_hetero.planning.plan import Plan
 
 SCHEMA = 1
 """Version of the line format; raised when a field changes its meaning or goes away."""
@@ -124,7 +125,62 @@ class WindowRecord:
         return _to_json(self)
 
 
-Record = ConfigurationRecord | WindowRecord
+@dataclass(frozen=True)
+class CompressionChoice:
+    """How steps compress: all of it that changes a bit of what is exchanged.
+
+    ``entries`` is k of each bucket, ``sample`` whether samples of gradients are taken (a dense step
+    then goes through buckets), ``flush_steps`` over how many steps a change to dense sends what
+    was held back.
+    """
+
+    cf: float | None
+    strategy: str
+    entries: tuple[int, ...]
+    sample: bool
+    flush_steps: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        _convert(self, _CHOICE_FIELDS)
+        if self.strategy not in _STRATEGIES or min(self.entries, default=0) < 0:
+            raise RecordError(
+                f"strategy={self.strategy!r}, entries={self.entries}: expected one of "
+                f"{', '.join(_STRATEGIES)}, and whole numbers from 0 on"
+            )
+
+
+@dataclass(frozen=True)
+class DecisionRecord:
+    """What was applied after ``step`` and was not in force before; what ``replay`` runs again.
+
+    ``optimizer`` tells the optimizers of one job apart. ``plan`` applies from ``effective`` on, the
+    pass over the loader and the global batch within it, both from 0; both are None where the plan
+    stays, ``compression`` where that does. ``begins``: here a job begins (step 0), or goes on from
+    a loaded state: plan and compression are all that is in force, changed or not; None where there
+    is no balancer, or nothing that chooses.
+    """
+
+    kind: ClassVar[str] = "decision"
+
+    step: int
+    optimizer: str
+    begins: bool
+    plan: Plan | None
+    effective: tuple[int, int] | None
+    compression: CompressionChoice | None
+
+    def __post_init__(self) -> None:
+        _convert(self, _DECISION_FIELDS)
+        if (self.plan is None) != (self.effective is None):
+            raise RecordError(f"{self.kind} record: plan and effective go together: give both")
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON, without the line end."""
+        return _to_json(self)
+
+
+Record = ConfigurationRecord | WindowRecord | DecisionRecord
 
 
 def parse_line(line: str) -> Record:
@@ -169,7 +225,9 @@ def plain(value: Any) -> Any:
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
-    if isinstance(value, BucketLayout):
+    if isinstance(value, Plan):
+        return value.to_dict()
+    if isinstance(value, BucketLayout | CompressionChoice):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, set | frozenset):
         return [plain(entry) for entry in sorted(value, key=str)]
@@ -249,6 +307,38 @@ def _bucket(value: Any) -> BucketLayout:
     return BucketLayout(**{name: value[name] for name in _BUCKET_FIELDS})
 
 
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("true or false")
+    return value
+
+
+def _plan(value: Any) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError("a plan")
+    try:
+        return Plan.from_dict(value)
+    except ConfigurationError as error:
+        raise TypeError(f"a plan ({error})") from error
+
+
+def _cursor(value: Any) -> tuple[int, int]:
+    place = _tuple(_int)(value)
+    if len(place) != 2 or min(place) < 0:
+        raise TypeError("two whole numbers from 0 on, the pass and the batch")
+    return place[0], place[1]
+
+
+def _choice(value: Any) -> CompressionChoice:
+    if isinstance(value, CompressionChoice):
+        return value
+    if not isinstance(value, Mapping) or not _CHOICE_FIELDS.keys() <= value.keys():
+        raise TypeError(f"an object with {', '.join(_CHOICE_FIELDS)}")
+    return CompressionChoice(**{name: value[name] for name in _CHOICE_FIELDS})
+
+
 def _convert(record: Any, converters: Mapping[str, Callable[[Any], Any]]) -> None:
     for name, convert in converters.items():
         value = getattr(record, name)
@@ -301,6 +391,23 @@ _PER_RANK = (
     "backward_seconds",
     "compress_seconds",
 )
+_STRATEGIES = ("dense", "allgather", "shared-index")
+_CHOICE_FIELDS = {
+    "cf": _known,
+    "strategy": _str,
+    "entries": _tuple(_int),
+    "sample": _bool,
+    "flush_steps": _int,
+    "reason": _str,
+}
+_DECISION_FIELDS = {
+    "step": _int,
+    "optimizer": _str,
+    "begins": _bool,
+    "plan": _optional(_plan),
+    "effective": _optional(_cursor),
+    "compression": _optional(_choice),
+}
 # Of the same schema: lines without them are read, with the defaults.
 _ADDED_LATER = (
     "rho",
@@ -314,7 +421,8 @@ _ADDED_LATER = (
     "step_seconds_before",
     "overhead_seconds",
 )
-_RECORD_TYPES: dict[str, type[ConfigurationRecord] | type[WindowRecord]] = {
+_RECORD_TYPES: dict[str, type[ConfigurationRecord] | type[WindowRecord] | type[DecisionRecord]] = {
     ConfigurationRecord.kind: ConfigurationRecord,
     WindowRecord.kind: WindowRecord,
+    DecisionRecord.kind: DecisionRecord,
 }

@@ -128,6 +128,10 @@ SCENARIOS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     ),
     "local_clip_norm": (lambda: _wrap(), lambda: _wrap(local_clip_norm=2.0)),
     "drift_check_steps": (lambda: _wrap(drift_check_steps=5), lambda: _wrap(drift_check_steps=7)),
+    "replay": (
+        lambda: _wrap(compression=_topk(10), replay="log"),
+        lambda: _wrap(compression=_topk(10)),
+    ),
     "number of parameters": (lambda: _wrap(), lambda: _wrap(_layers(16, 8, 8, 1))),
     "shape": (lambda: _wrap(), lambda: _wrap(_layers(16, 9, 1))),
     "dtype": (lambda: _wrap(), lambda: _wrap(_layers(16, 8, 1, dtype=torch.float64))),

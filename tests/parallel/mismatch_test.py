@@ -27,6 +27,7 @@ NAMED = {
     "loss_reduction": ("loss_reduction", "'mean'", "'sum'"),
     "local_clip_norm": ("local_clip_norm", "None", "2.0"),
     "drift_check_steps": ("drift_check_steps", "5", "7"),
+    "replay": ("replay", "'log'", "None"),
     "number of parameters": ("number of parameters", "4", "6"),
     "shape": ("parameter 0", "0.weight: shape (8, 16)", "0.weight: shape (9, 16)"),
     "dtype": ("parameter 0", "torch.float32", "torch.float64"),

@@ -542,3 +542,22 @@ def test_another_epoch_than_the_saved_one_begins_at_its_start() -> None:
     assert len(list(sampler)) == 5
     sampler.set_epoch(2)
     assert len(list(sampler)) == 5
+
+
+@pytest.mark.parametrize("same_epoch", [True, False])
+def test_passes_and_batches_are_counted_on_from_the_saved_cursor(same_epoch: bool) -> None:
+    """A recorded plan applies from the same cursor on in a job that goes on from a checkpoint."""
+    sampler = make_sampler(20, (3, 1))
+    sampler.resume(2, 8, (7, 2))
+    if not same_epoch:
+        sampler.set_epoch(3)
+    cursors = []
+    for _ in range(2):
+        tickets: deque[LocalBatch] = deque()
+        with sampler.opened_pass(tickets):
+            batches = iter(sampler)
+        assert len(list(batches)) == len(tickets)
+        cursors.append([(one.epoch_pass, one.step) for one in tickets])
+    number = 7 if same_epoch else 8
+    assert cursors[0] == [(number, step) for step in range(2 if same_epoch else 0, 5)]
+    assert cursors[1] == [(number + 1, step) for step in range(5)]

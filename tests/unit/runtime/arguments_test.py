@@ -306,6 +306,7 @@ OPTIMIZER = {
     "exchange_timeout_seconds": NOT_POSITIVE,
     "drift_check_steps": ("5", 2.5, True, 0, -1),
     "log": (3, True, "", b"bytes", ["a"]),
+    "replay": (3, True, "", b"bytes", ["a"]),
 }
 UNSUPPORTED = {
     "groups": (2, [[]]),
