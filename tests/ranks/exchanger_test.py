@@ -44,7 +44,7 @@ def gradient(rank: int, step: int, parameter: torch.nn.Parameter, index: int) ->
 
 
 def weighted(exchanger: GradientExchanger, weight: float) -> PassWeight:
-    return PassWeight(weight, in_place=weight * exchanger._collectives.size)
+    return PassWeight(weight, own=weight, in_place=weight * exchanger._collectives.size)
 
 
 def backward(exchanger: GradientExchanger, rank: int, step: int, weight: float) -> torch.Tensor:
@@ -91,7 +91,8 @@ def test_applied_plus_residuals_is_the_weighted_gradient(
     """S26: at every step, while CF, exchange and weights change, with dense and flushing steps,
     rounded values and thrown away steps."""
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    weights = [[random.random() for _ in range(ranks)] for _ in factors]
+    parts = [[0.01 + random.random() for _ in range(ranks)] for _ in factors]
+    weights = [[part / sum(of_step) for part in of_step] for of_step in parts]
     thrown_away = [random.random() < 0.2 for _ in factors]
 
     def work(collectives: ThreadCollectives) -> list[tuple[torch.Tensor, ...]]:
