@@ -21,7 +21,7 @@ import hvd_hetero as het
 from tests.parallel.scenarios import loss_of, values
 
 SAMPLES, GLOBAL_BATCH, STEPS, WINDOW = 325, 16, 36, 3
-SECONDS_A_SAMPLE = 3e-3
+SECONDS_A_SAMPLE = 10e-3  # clear of the noise of a busy machine
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -38,6 +38,7 @@ class Samples(torch.utils.data.Dataset[Any]):
 def compression_of(kind: str | None) -> Any:
     """Return the compression of a run."""
     search = {"window": WINDOW, "min_cf": 4, "max_cf": 300, "eps": 0.05, "flush_steps": 4}
+    search["omega"] = 1e-6  # else it may end at once where throughputs are noisy
     if kind == "gravac":
         return het.Compression.adaptive(do_no_harm=False, **search)
     if kind == "no harm":
