@@ -65,7 +65,6 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self.drop_last = check_bool("drop_last", drop_last)
         self.schedule = schedule
         self.bounds = bounds
-        self._min_total = sum(bounds.lower)
         self._epoch: int | None = None
         self._first_epoch = 0
         self._resumed: tuple[int, int] | None = None  # epoch, samples of it used before
@@ -100,13 +99,13 @@ class HeteroBatchSampler(Sampler[list[int]]):
                 "first pass over the loader"
             )
         size = self.schedule.latest.global_batch_size
-        next_global_batch(self.dataset_samples - used, size, self._min_total, self.drop_last)
+        next_global_batch(self.dataset_samples - used, size, self.bounds, self.drop_last)
         self._resumed = self._first_epoch, used
 
     def __len__(self) -> int:
         """Global batches, hence steps, of one epoch under the newest plan's global batch size."""
         size = self.schedule.latest.global_batch_size
-        return count_batches(self.dataset_samples, size, self._min_total, self.drop_last)
+        return count_batches(self.dataset_samples, size, self.bounds, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         # torch's loader calls iter() twice when it has workers, and draws from one of the two:
@@ -139,7 +138,7 @@ class HeteroBatchSampler(Sampler[list[int]]):
             samples = next_global_batch(
                 self.dataset_samples - position,
                 plan.global_batch_size,
-                self._min_total,
+                self.bounds,
                 self.drop_last,
             )
             if samples == 0:

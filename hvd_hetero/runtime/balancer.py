@@ -7,6 +7,7 @@ import logging
 import numbers
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class Balancer:
     Args:
         global_batch_size: samples of one backward pass over all ranks; stays constant.
         min_local_batch: lower bound of a rank's samples, for all ranks or one for each, at least 1.
+            None: 2 on more than one rank, as batch normalisation in training refuses a single
+            sample; 1 where the global batch has no two samples for each rank, where
+            ``max_local_batch`` or ``fixed_local_batches`` say so, and in a last batch of an epoch
+            with fewer.
         max_local_batch: upper bound likewise; None for no bound.
         granule: local batch sizes are multiples of it, but for one rank that takes the rest.
         fixed_local_batches: fixed sizes, one for each rank, instead of learnt ones.
@@ -70,7 +75,7 @@ class Balancer:
         self,
         global_batch_size: int,
         *,
-        min_local_batch: int | Sequence[int] = 1,
+        min_local_batch: int | Sequence[int] | None = None,
         max_local_batch: int | Sequence[int] | None = None,
         granule: int = 1,
         fixed_local_batches: Sequence[int] | None = None,
@@ -88,12 +93,13 @@ class Balancer:
             "exchange_timeout_seconds", exchange_timeout_seconds, minimum=0, exclusive_minimum=True
         )
         total = check_int("global_batch_size", global_batch_size, minimum=1)
+        fixed = _fixed_sizes(fixed_local_batches, ranks)
         self._config = PlannerConfig(
             global_batch_size=total,
-            bounds=Bounds.build(ranks, total, min_local_batch, max_local_batch),
+            bounds=_bounds(ranks, total, min_local_batch, max_local_batch, fixed),
             granule=granule,
             min_gain=min_gain,
-            fixed_local_batches=_fixed_sizes(fixed_local_batches, ranks),
+            fixed_local_batches=fixed,
         )
         self._name = f"hvd_hetero.balancer.{next(_counter)}"
         self._channel = CollectivesChannel(self._collectives, self._name, self._timeout_seconds)
@@ -346,7 +352,12 @@ class Balancer:
             self._sampler.resume(int(data["epoch"]), int(data["used_samples"]))
             self._at = self._trained = int(data["epoch"]), int(data["used_samples"])
         plan = Plan.from_dict(state["plan"])
-        fits = plan.ranks == self._collectives.size
+        fits = plan.ranks == self._collectives.size and all(
+            low <= size <= high
+            for low, size, high in zip(
+                config.bounds.lower, plan.local_batches, config.bounds.upper, strict=True
+            )
+        )
         if not fits or plan.global_batch_size != config.global_batch_size:
             logger.info("plan and models were saved for other ranks or batches: learnt anew")
             return
@@ -366,6 +377,7 @@ class Balancer:
         return {
             "global_batch_size": config.global_batch_size,
             "min_local_batch": list(config.bounds.lower),
+            "min_local_batch at the end of an epoch": list(config.bounds.floor),
             "max_local_batch": list(config.bounds.upper),
             "granule": config.granule,
             "fixed_local_batches": config.fixed_local_batches and list(config.fixed_local_batches),
@@ -390,6 +402,20 @@ def _data_options(sampler: HeteroBatchSampler) -> dict[str, Any]:
     """Return what the order of an epoch and its last batches follow from."""
     names = ("dataset_samples", "shuffle", "seed", "drop_last")
     return {name: getattr(sampler, name) for name in names}
+
+
+def _bounds(
+    ranks: int,
+    total: int,
+    minimum: int | Sequence[int] | None,
+    maximum: int | Sequence[int] | None,
+    fixed: tuple[int, ...] | None,
+) -> Bounds:
+    bounds = Bounds.build(ranks, total, minimum, maximum)
+    if minimum is None and fixed is not None:  # the user's own split may give a rank one sample
+        lower = tuple(min(pair) for pair in zip(bounds.lower, fixed, strict=True))
+        bounds = replace(bounds, lower=lower)
+    return bounds
 
 
 def _fixed_sizes(sizes: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:

@@ -146,7 +146,7 @@ def test_our_compression_in_the_stock_optimizer_is_refused(spec: Any) -> None:
 
 BALANCER = {
     "global_batch_size": (*NOT_WHOLE, 0, -8, [8]),
-    "min_local_batch": (*NOT_WHOLE, 0, -1, [1, 2], [0], "ab", ["1"]),
+    "min_local_batch": ("8", 2.5, True, NAN, 0, -1, [1, 2], [0], "ab", ["1"]),
     "max_local_batch": ("8", 2.5, True, NAN, 0, -1, [8, 8], [0]),
     "granule": (*NOT_WHOLE, 0),
     "fixed_local_batches": (8, "8", [4, 4], [0], [8.0], [-8], []),
