@@ -181,10 +181,13 @@ def epoch_order(dataset_samples: int, seed: int, epoch: int, shuffle: bool) -> t
     """
     if not shuffle:
         return range(dataset_samples)
-    # Mixed, not added, so that (seed 0, epoch 1) and (seed 1, epoch 0) are different orders.
-    mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(mixed))
+    generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
     return torch.randperm(dataset_samples, generator=generator)
+
+
+def mixed_seed(seed: int, epoch: int) -> int:
+    """Return a seed for ``epoch``: mixed, not added, so that (0, 1) and (1, 0) are different."""
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
 
 
 def evaluation_share(dataset_samples: int, shares: Sequence[int], rank: int) -> range:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch.utils.data import Sampler
 
 from hvd_hetero.balance.optperf import Bounds
+from hvd_hetero.data.order import ONE_ORDER, SamplerOrder, checksum
 from hvd_hetero.data.partition import (
     LocalBatch,
     check_feasible,
@@ -25,11 +27,12 @@ from hvd_hetero.errors import ConfigurationError, check_bool, check_int
 @dataclass(frozen=True)
 class _Pass:
     """One pass over the data: its number, its epoch, the samples of that which earlier jobs have
-    used, and where its tickets go (None: nowhere)."""
+    used and the checksum of the order they came in, and where its tickets go (None: nowhere)."""
 
     number: int
     epoch: int
     used_samples: int
+    used_checksum: int | None
     tickets: deque[LocalBatch] | None
 
 
@@ -41,7 +44,8 @@ class HeteroBatchSampler(Sampler[list[int]]):
     nobody but the sampler, and the training loop has to call ``Balancer.set_batch``.
 
     The order of a shuffled epoch follows from ``seed`` and the epoch given to :meth:`set_epoch`;
-    until that is called, every pass over the data counts as the next epoch.
+    until that is called, every pass over the data counts as the next epoch. ``order``: a sampler of
+    the user's, which gives the order of an epoch in place of that.
 
     Raises ConfigurationError for wrong values, InfeasibleBatchError (one of these) when the data
     set cannot be cut into batches within ``bounds``.
@@ -57,17 +61,27 @@ class HeteroBatchSampler(Sampler[list[int]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        order: SamplerOrder | None = None,
     ) -> None:
         self.dataset_samples = check_int("dataset_samples", dataset_samples, minimum=0)
         self.rank = check_int("rank", rank, minimum=0, maximum=len(bounds.lower) - 1)
         self.shuffle = check_bool("shuffle", shuffle)
         self.seed = check_int("seed", seed, minimum=0)
         self.drop_last = check_bool("drop_last", drop_last)
+        if order is not None and self.shuffle:
+            raise ConfigurationError(
+                f"shuffle=True together with sampler={order.kind}: the sampler gives the order; "
+                "leave one of the two out"
+            )
         self.schedule = schedule
         self.bounds = bounds
+        self.order = order
+        self.epoch_samples = self.dataset_samples if order is None else order.samples
+        self.drawn_order: tuple[int, int, int] | None = None  # (pass, epoch, checksum) with order
         self._epoch: int | None = None
         self._first_epoch = 0
-        self._resumed: tuple[int, int] | None = None  # epoch, samples of it used before
+        # Epoch, samples of it used before, checksum of its order
+        self._resumed: tuple[int, int, int | None] | None = None
         self._opened: _Pass | None = None
         plan = schedule.latest
         if len(plan.local_batches) != len(bounds.lower):
@@ -75,37 +89,38 @@ class HeteroBatchSampler(Sampler[list[int]]):
                 f"the plan has {len(plan.local_batches)} ranks, the bounds have "
                 f"{len(bounds.lower)}: build both for the same ranks"
             )
-        check_feasible(self.dataset_samples, plan.global_batch_size, bounds, self.drop_last)
+        check_feasible(self.epoch_samples, plan.global_batch_size, bounds, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the passes that begin from now on; the same on every rank."""
         self._epoch = check_int("epoch", epoch, minimum=0)
 
-    def resume(self, epoch: int, used_samples: int) -> None:
+    def resume(self, epoch: int, used_samples: int, checksum: int | None = None) -> None:
         """Go on in ``epoch`` after its first ``used_samples``, with the pass that begins next.
 
         A pass over another epoch, chosen by :meth:`set_epoch`, begins at its start. The order of
-        an epoch does not depend on the ranks, so their number may have changed.
+        an epoch does not depend on the ranks, so their number may have changed. ``checksum``: of
+        the order in which those were taken, where a sampler of the user's gave it.
 
         Raises:
             ConfigurationError: passes have begun already, or a value is out of range.
             InfeasibleBatchError: fewer samples are left than all ranks need at least.
         """
         self._first_epoch = check_int("epoch", epoch, minimum=0)
-        used = check_int("used_samples", used_samples, minimum=0, maximum=self.dataset_samples)
+        used = check_int("used_samples", used_samples, minimum=0, maximum=self.epoch_samples)
         if self.schedule.drawn != (0, 0) or self.schedule.passes:
             raise ConfigurationError(
                 "a saved position was loaded after batches had been drawn: load it before the "
                 "first pass over the loader"
             )
         size = self.schedule.latest.global_batch_size
-        next_global_batch(self.dataset_samples - used, size, self.bounds, self.drop_last)
-        self._resumed = self._first_epoch, used
+        next_global_batch(self.epoch_samples - used, size, self.bounds, self.drop_last)
+        self._resumed = self._first_epoch, used, checksum
 
     def __len__(self) -> int:
         """Global batches, hence steps, of one epoch under the newest plan's global batch size."""
         size = self.schedule.latest.global_batch_size
-        return count_batches(self.dataset_samples, size, self.bounds, self.drop_last)
+        return count_batches(self.epoch_samples, size, self.bounds, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         # torch's loader calls iter() twice when it has workers, and draws from one of the two:
@@ -124,19 +139,35 @@ class HeteroBatchSampler(Sampler[list[int]]):
     def _begin(self, tickets: deque[LocalBatch] | None) -> _Pass:
         number = self.schedule.begin_pass()
         epoch = self._first_epoch + number if self._epoch is None else self._epoch
-        (resumed, used), self._resumed = self._resumed or (epoch, 0), None
-        return _Pass(number, epoch, used if resumed == epoch else 0, tickets)
+        (resumed, used, checksum), self._resumed = self._resumed or (epoch, 0, None), None
+        if resumed != epoch:
+            used, checksum = 0, None
+        return _Pass(number, epoch, used, checksum, tickets)
+
+    def _order_of(self, this: _Pass) -> torch.Tensor | range:
+        if self.order is None:
+            return epoch_order(self.dataset_samples, self.seed, this.epoch, self.shuffle)
+        order = self.order.draw(this.epoch)
+        found = checksum(order)
+        if this.used_checksum not in (None, found):
+            raise ConfigurationError(
+                f"sampler={self.order.kind}: it gives another order of epoch {this.epoch} than in "
+                "the job that was saved in the middle of it, as its order follows from more than "
+                f"the epoch. {ONE_ORDER}; or begin the next epoch"
+            )
+        self.drawn_order = this.number, this.epoch, found
+        return order
 
     def _draw(self, opened: _Pass | None) -> Iterator[list[int]]:
         this = opened or self._begin(None)
-        order = epoch_order(self.dataset_samples, self.seed, this.epoch, self.shuffle)
+        order = self._order_of(this)
         step, position = 0, this.used_samples
         while True:
             # Drawn also where the epoch ends: that there is no further batch is decided under this
             # plan, and a later plan must not reverse it on a rank that is behind.
             plan = self.schedule.draw((this.number, step))
             samples = next_global_batch(
-                self.dataset_samples - position,
+                self.epoch_samples - position,
                 plan.global_batch_size,
                 self.bounds,
                 self.drop_last,

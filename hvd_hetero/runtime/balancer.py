@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +16,10 @@ from torch.utils.data import Dataset
 from hvd_hetero.balance.optperf import Bounds
 from hvd_hetero.balance.timing import WindowTiming
 from hvd_hetero.data.loader import HeteroBatchSampler, HeteroDataLoader, dataset_length
+from hvd_hetero.data.order import ONE_ORDER, SamplerOrder
 from hvd_hetero.data.partition import LocalBatch
 from hvd_hetero.data.schedule import PlanSchedule
-from hvd_hetero.errors import (
-    BatchAccountingError,
-    ConfigurationError,
-    check_float,
-    check_int,
-)
+from hvd_hetero.errors import ConfigurationError, check_float, check_int
 from hvd_hetero.planning.plan import Plan
 from hvd_hetero.planning.planner import (
     PlannerConfig,
@@ -32,7 +28,7 @@ from hvd_hetero.planning.planner import (
     first_plan,
 )
 from hvd_hetero.runtime.agreement import CollectivesChannel, Message, verify_alike
-from hvd_hetero.runtime.clock import wait_until
+from hvd_hetero.runtime.batches import Batch, BatchBook
 from hvd_hetero.runtime.collectives import connect
 from hvd_hetero.runtime.profile_file import ProfileFile
 from hvd_hetero.runtime.timings import StepTimer
@@ -114,13 +110,14 @@ class Balancer:
             self._state = self._profile.first_state(self._config)
         self._schedule = PlanSchedule(self._state.plan)
         self._sampler: HeteroBatchSampler | None = None
-        self._stated: tuple[float, float] | None = None  # by set_batch: own and global samples
-        self._yielded: tuple[float, float] | None = None  # by the loader, likewise
         self._optimizer_name: str | None = None
         self.timer = StepTimer()
+        self._batches = BatchBook(self._collectives, self._name, self._timeout_seconds, self.timer)
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
-        self._at: tuple[int, int] | None = None  # (epoch, samples of it used) with that batch
-        self._trained: tuple[int, int] | None = None  # the same after the last step
+        # (epoch, samples of it used, checksum of its order) with that batch
+        self._at: tuple[int, int, int | None] | None = None
+        self._trained: tuple[int, int, int | None] | None = None  # the same after the last step
+        self._steps = 0
 
     # ---- what scripts use -----------------------------------------------------------------------
 
@@ -152,37 +149,69 @@ class Balancer:
         *,
         shuffle: bool = False,
         drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
+        weigh: Callable[[Any], float] | None = None,
         **dataloader_options: Any,
     ) -> HeteroDataLoader[Any]:
         """Return a ``torch.utils.data.DataLoader`` over this rank's share of a map-style data set.
 
         Every sample of an epoch is seen exactly once over all ranks (``drop_last`` leaves out what
-        does not fill a last global batch). Other arguments are those of ``DataLoader``. Call it on
-        all ranks, with the same data set.
+        does not fill a last global batch). Call it on all ranks, with the same data set.
+
+        Args:
+            sampler: a ``torch.utils.data.Sampler`` (or any iterable with a length) that gives the
+                order of an epoch over all ranks, with weights, as a subset, with repeats; every
+                global batch is cut from it. It runs with torch's default generator seeded by the
+                Balancer's ``seed`` and the epoch, alike on all ranks, and its ``set_epoch`` is
+                called if it has one. Ranks whose orders differ are told so after a step.
+            weigh: called with every batch on the main thread, says what its mean is taken over
+                where that is not its samples: valid tokens, labelled pixels; 0 on some ranks is
+                fine (their gradient then counts exactly 0, also where 0/0 made it NaN). Costs a
+                small allreduce for each batch.
+            dataloader_options: those of ``DataLoader``.
 
         Raises:
             ConfigurationError: options that cannot be combined with it, or a second loader.
             RankMismatchError: ranks gave different data set sizes or options.
         """
-        sampler = self._new_sampler(dataset_length(dataset), shuffle, drop_last)
-        loader = HeteroDataLoader(dataset, sampler, on_yield=self._on_yield, **dataloader_options)
-        self._agree_on_data(sampler)
+        if weigh is not None and not callable(weigh):
+            raise ConfigurationError(
+                f"weigh={weigh!r}: expected a function of a batch that returns what its mean is "
+                "taken over, as lambda batch: (batch[1] >= 0).sum()"
+            )
+        own = self._new_sampler(dataset_length(dataset), shuffle, drop_last, sampler)
+        loader = HeteroDataLoader(
+            dataset,
+            own,
+            on_yield=self._on_yield,
+            on_batch=None if weigh is None else partial(self._batches.weigh_yielded, weigh),
+            **dataloader_options,
+        )
+        self._agree_on_data(own, weigh is not None)
         return loader
 
     def batch_sampler(
-        self, dataset: Dataset[Any] | int, *, shuffle: bool = False, drop_last: bool = False
+        self,
+        dataset: Dataset[Any] | int,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
     ) -> HeteroBatchSampler:
         """Return the batch sampler alone, for a ``DataLoader`` of your own.
 
         Such a loader does not say which batch it yields: call :meth:`set_batch` before every
-        backward pass. ``dataset``: a map-style data set, or its number of samples.
+        backward pass. ``dataset``: a map-style data set, or its number of samples; ``sampler`` as
+        in :meth:`data_loader`.
         """
         samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
-        sampler = self._new_sampler(samples, shuffle, drop_last)
-        self._agree_on_data(sampler)
-        return sampler
+        own = self._new_sampler(samples, shuffle, drop_last, sampler)
+        self._agree_on_data(own, False)
+        return own
 
-    def _new_sampler(self, samples: int, shuffle: bool, drop_last: bool) -> HeteroBatchSampler:
+    def _new_sampler(
+        self, samples: int, shuffle: bool, drop_last: bool, sampler: Iterable[int] | None
+    ) -> HeteroBatchSampler:
         if self._sampler is not None:
             raise ConfigurationError(
                 "this Balancer already has a loader, and one optimizer listens to one loader: "
@@ -196,13 +225,17 @@ class Balancer:
             shuffle=shuffle,
             seed=self.seed,
             drop_last=drop_last,
+            order=None if sampler is None else SamplerOrder(sampler, samples, self.seed),
         )
 
-    def _agree_on_data(self, sampler: HeteroBatchSampler) -> None:
+    def _agree_on_data(self, sampler: HeteroBatchSampler, weighed: bool) -> None:
         options = {
             "samples of the data set": sampler.dataset_samples,
             "shuffle": sampler.shuffle,
             "drop_last": sampler.drop_last,
+            "sampler": sampler.order and sampler.order.kind,
+            "length of the sampler": sampler.epoch_samples,
+            "weigh": weighed,
         }
         verify_alike(self._channel.allgather(options, "data"))
         self._sampler = sampler
@@ -213,24 +246,37 @@ class Balancer:
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
-    def set_batch(self, samples: float) -> None:
-        """Say how many samples (or tokens, or valid pixels) the next backward pass averages over.
+    def set_batch(self, samples: float, weight: float | None = None) -> None:
+        """Say how many samples the next backward pass works on, and what its mean is taken over.
 
         Overrides what :meth:`data_loader` knows, until the next ``optimizer.step()``. Waits for
-        all ranks, each of which must call it: the sum over ranks is the divisor.
+        all ranks, each of which must call it: the sum of the weights over ranks is the divisor.
+
+        Args:
+            samples: of this rank's batch; the plan and the timings behind it are in samples.
+            weight: what the loss of the batch is a mean over where that is not its samples (valid
+                tokens, labelled pixels); None: the samples. 0 on some ranks is fine: their gradient
+                counts exactly 0, also where a mean over nothing made it NaN.
+
+        Raises:
+            ConfigurationError: a value that cannot be used, or a weight of 0 on all ranks.
         """
-        if isinstance(samples, bool) or not isinstance(samples, numbers.Real):
-            raise ConfigurationError(f"samples={samples!r}: expected a number above 0")
-        own = check_float("samples", samples, minimum=0, exclusive_minimum=True)
-        total = torch.tensor([own], dtype=torch.float64)
-        with self.timer.waiting():
-            handle = self._collectives.allreduce_async(total, f"{self._name}.set_batch.allreduce")
-            wait_until(
-                handle.done,
-                self._timeout_seconds,
-                lambda: f"rank {self._collectives.rank}: set_batch({samples}) of {self._name}",
-            )
-        self._stated = (own, float(handle.result().item()))
+        self._batches.state(samples, weight)
+
+    def weigh_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the batch in hand times this rank's share of the global batch.
+
+        For ``DistributedOptimizer(..., loss_weighted=True)``, before every backward pass:
+        ``balancer.weigh_loss(loss).backward()``. The losses of all ranks then add up to that of
+        the joined batch, and so do their gradients, also through layers that talk across ranks in
+        forward. A loss that is a sum (``loss_reduction="sum"``) is divided by the size of the
+        global batch instead.
+
+        Raises:
+            BatchAccountingError: the batch is not known, or was weighed already.
+            ConfigurationError: no such optimizer, or a loss that is not finite with weight 0.
+        """
+        return self._batches.weigh_loss(loss)
 
     # ---- what the optimizer uses ----------------------------------------------------------------
 
@@ -242,30 +288,44 @@ class Balancer:
                 "optimizer listens to one loader: create another Balancer for this one"
             )
 
-    def attach(self, optimizer_name: str) -> None:
-        """Bind to one optimizer."""
+    def attach(self, optimizer_name: str, weighed_reduction: str | None = None) -> None:
+        """Bind to one optimizer; ``weighed_reduction``: of losses weighed before backward."""
         self.check_free()
         self._optimizer_name = optimizer_name
+        if weighed_reduction is not None:
+            self._batches.expect_weighed_losses(weighed_reduction)
 
-    def batch_of_pass(self) -> tuple[float, float]:
-        """Return (samples of this rank, samples of all ranks) behind the pass that begins now.
+    def batch_of_pass(self) -> Batch:
+        """Return the batch behind the pass that begins now.
 
         The same object as long as it is the same batch. Raises BatchAccountingError when unknown.
         """
-        batch = self._stated or self._yielded
-        if batch is not None:
-            return batch
-        raise BatchAccountingError(
-            "a backward pass came from a batch the Balancer does not know: draw batches from "
-            "balancer.data_loader(...), or call balancer.set_batch(samples=...) before backward "
-            "(a plain DataLoader over balancer.batch_sampler() needs it for every batch, and so "
-            "does a loop that fetches the next batch before it trains on this one)"
-        )
+        return self._batches.current()
+
+    def pass_begins(self) -> None:
+        """Raise BatchAccountingError when the loss of this pass should have been weighed."""
+        self._batches.pass_begins()
 
     def step_done(self) -> None:
         """Forget what ``set_batch`` said: it is needed anew for the next step."""
-        self._stated = None
+        self._batches.step_done()
         self._trained = self._at
+        self._steps += 1
+        if self._steps % self.window_steps == 0 or self._steps == 1:
+            self._check_order()
+
+    def _check_order(self) -> None:
+        """Raise RankMismatchError when a sampler of the user's gives ranks different orders."""
+        sampler = self._sampler
+        if sampler is None or sampler.order is None or self._collectives.size == 1:
+            return
+        names = ("pass", "epoch", "checksum")
+        drawn = dict(zip(names, sampler.drawn_order or (None,) * 3, strict=True))
+        with self.timer.waiting():
+            verify_alike(
+                self._channel.allgather({f"order by sampler={sampler.order.kind}": drawn}, "order"),
+                f"{ONE_ORDER}. Where the pass differs, a rank has begun one that others have not",
+            )
 
     def decide(
         self,
@@ -313,8 +373,10 @@ class Balancer:
         """
         sampler, data = self._sampler, None
         if sampler is not None:
-            epoch, used = self._trained or (0, 0)
+            epoch, used, order = self._trained or (0, 0, None)
             data = _data_options(sampler) | {"epoch": epoch, "used_samples": used}
+            if order is not None:
+                data["order"] = order
         first = self._collectives.rank == 0
         return {
             "ranks": self._collectives.size,
@@ -342,15 +404,20 @@ class Balancer:
                     "batch_sampler(...) before it is loaded"
                 )
             options = _data_options(self._sampler)
-            changed = [f"{n} {data[n]!r} -> {v!r}" for n, v in options.items() if data[n] != v]
+            changed = [
+                f"{n} {data.get(n)!r} -> {options.get(n)!r}"
+                for n in dict.fromkeys([*options, *data])
+                if n not in ("epoch", "used_samples", "order") and data.get(n) != options.get(n)
+            ]
             if changed:
                 raise ConfigurationError(
                     f"the state was saved with other data: {', '.join(changed)}; its position in "
                     "the epoch means nothing here: use the same data and seed, or take "
                     "state['balancer'] out to begin an epoch"
                 )
-            self._sampler.resume(int(data["epoch"]), int(data["used_samples"]))
-            self._at = self._trained = int(data["epoch"]), int(data["used_samples"])
+            epoch, used, order = int(data["epoch"]), int(data["used_samples"]), data.get("order")
+            self._sampler.resume(epoch, used, order)
+            self._at = self._trained = epoch, used, order
         plan = Plan.from_dict(state["plan"])
         fits = plan.ranks == self._collectives.size and all(
             low <= size <= high
@@ -390,10 +457,9 @@ class Balancer:
     def _on_yield(self, batch: LocalBatch | None) -> None:
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
         if batch is not None:
-            self._at = batch.epoch, batch.epoch_samples
-        self._yielded = (
-            None if batch is None else (float(batch.samples), float(batch.global_samples))
-        )
+            drawn = None if self._sampler is None else self._sampler.drawn_order
+            self._at = batch.epoch, batch.epoch_samples, drawn and drawn[2]
+        self._batches.yielded(batch)
         if batch is None or batch.step == 0:
             self.timer.discard()  # evaluation and loader start-up lie between two epochs
 
@@ -401,7 +467,10 @@ class Balancer:
 def _data_options(sampler: HeteroBatchSampler) -> dict[str, Any]:
     """Return what the order of an epoch and its last batches follow from."""
     names = ("dataset_samples", "shuffle", "seed", "drop_last")
-    return {name: getattr(sampler, name) for name in names}
+    options = {name: getattr(sampler, name) for name in names}
+    if sampler.order is not None:
+        options |= {"sampler": sampler.order.kind, "epoch_samples": sampler.epoch_samples}
+    return options
 
 
 def _bounds(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
 TIMEOUT_SECONDS = 30.0
 
@@ -126,6 +126,10 @@ SCENARIOS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         lambda: _wrap(balanced=True),
         lambda: _wrap(balanced=True, loss_reduction="sum"),
     ),
+    "loss_weighted": (
+        lambda: _wrap(balanced=True),
+        lambda: _wrap(balanced=True, loss_weighted=True),
+    ),
     "local_clip_norm": (lambda: _wrap(), lambda: _wrap(local_clip_norm=2.0)),
     "drift_check_steps": (lambda: _wrap(drift_check_steps=5), lambda: _wrap(drift_check_steps=7)),
     "number of parameters": (lambda: _wrap(), lambda: _wrap(_layers(16, 8, 8, 1))),
@@ -154,6 +158,12 @@ SCENARIOS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "data set size": (_load, lambda: _load(samples=31)),
     "shuffle": (_load, lambda: _load(shuffle=True)),
     "drop_last": (_load, lambda: _load(drop_last=True)),
+    "sampler": (_load, lambda: _load(sampler=RandomSampler(range(32)))),
+    "length of the sampler": (
+        lambda: _load(sampler=RandomSampler(range(32))),
+        lambda: _load(sampler=RandomSampler(range(31))),
+    ),
+    "weigh": (_load, lambda: _load(weigh=len)),
 }
 
 

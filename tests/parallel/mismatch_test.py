@@ -25,6 +25,7 @@ NAMED = {
     "op": ("op", "'0'", "'1'"),
     "sparse_as_dense": ("sparse_as_dense", "False", "True"),
     "loss_reduction": ("loss_reduction", "'mean'", "'sum'"),
+    "loss_weighted": ("loss_weighted", "False", "True"),
     "local_clip_norm": ("local_clip_norm", "None", "2.0"),
     "drift_check_steps": ("drift_check_steps", "5", "7"),
     "number of parameters": ("number of parameters", "4", "6"),
@@ -46,6 +47,9 @@ NAMED = {
     "data set size": ("samples of the data set", "32", "31"),
     "shuffle": ("shuffle", "False", "True"),
     "drop_last": ("drop_last", "False", "True"),
+    "sampler": ("sampler", "None", "'RandomSampler'"),
+    "length of the sampler": ("length of the sampler", "32", "31"),
+    "weigh": ("weigh", "False", "True"),
 }
 
 
