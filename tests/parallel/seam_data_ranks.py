@@ -12,6 +12,7 @@ from unittest import mock
 
 import horovod.torch as hvd
 import torch
+from horovod.torch.sync_batch_norm import _SyncBatchNorm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
@@ -648,6 +649,86 @@ def _reference_step(
         loss = loss_function(reference, x, y, True, "sum")
         (loss / sum(map(len, batches))).backward()
     plain.step()
+
+
+class NormOfHorovod(nn.Module):
+    """The inside of hvd.SyncBatchNorm, which itself refuses CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _SyncBatchNorm.apply(x, self.weight, self.bias, None, None, 1e-5, 0.1)
+        return out
+
+
+def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.mean(0), (x.var(0, unbiased=False) + eps).rsqrt()
+
+
+def _gathered_stats(
+    x: Tensor, means: Tensor, inverses: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    eps, counts = rest[-2], rest[-1].to(x.dtype)[:, None]
+    squares = inverses.pow(-2) - eps + means.square()
+    mean, square = ((counts * one).sum(0) / counts.sum() for one in (means, squares))
+    return mean, (square - mean.square() + eps).rsqrt()
+
+
+def _reduced(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    off = (dy * (x - mean)).sum(0)
+    return dy.sum(0), off, off * inverse, dy.sum(0)
+
+
+def _input_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, *rest: Tensor
+) -> Tensor:
+    sum_dy, sum_off, counts = rest
+    total = counts.sum()
+    off = (x - mean) * inverse.square() * sum_off / total
+    return (dy - sum_dy / total - off) * inverse * weight
+
+
+# What torch has for GPUs only.
+_KERNELS = {
+    "batch_norm_stats": _stats,
+    "batch_norm_gather_stats_with_counts": _gathered_stats,
+    "batch_norm_elemt": lambda x, w, b, mean, inverse, _: (x - mean) * inverse * w + b,
+    "batch_norm_backward_reduce": _reduced,
+    "batch_norm_backward_elemt": _input_gradient,
+}
+
+
+@scenario(2)
+def batch_normalisation_of_horovod() -> None:
+    """A19: hvd.SyncBatchNorm's own function: exact with weighed losses, refused without."""
+    sizes, samples = (6, 2), 8
+    model, reference = classifier(), classifier()
+    model.insert(1, NormOfHorovod())
+    layer = nn.BatchNorm1d(8).double()
+    layer.load_state_dict(model[1].state_dict(), strict=False)
+    reference.insert(1, layer)
+    balancer = balancer_of(samples, fixed_local_batches=sizes)
+    optimizer = wrap(model, sgd(model), balancer=balancer, loss_weighted=True)
+    plain = sgd(reference)
+    with mock.patch.multiple(torch, **_KERNELS):
+        for step in range(3):
+            optimizer.zero_grad()
+            own = own_batch(step, sizes[hvd.rank()])
+            balancer.set_batch(len(own[0]))
+            balancer.weigh_loss(loss_of(model, own)).backward()
+            optimizer.step()
+            train(reference, plain, [step], lambda step: joined_batch(step, sizes))
+        check_close(model, reference, 1e-10)
+        other = classifier()
+        other.insert(1, NormOfHorovod())
+        balancer = balancer_of(samples)
+        wrap(other, sgd(other), balancer=balancer)
+        balancer.set_batch(4)
+        with raises(het.UnsupportedError, f"rank {hvd.rank()}", "loss_weighted=True"):
+            loss_of(other, own_batch(0)).backward()
 
 
 @scenario(2)
