@@ -275,7 +275,7 @@ def DistributedOptimizer(
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)
     refuse_join()
     if balancer is not None and collectives.size > 1:
-        watch_collectives(exact=loss_weighted)
+        watch_collectives(timer, exact=loss_weighted)
     stock._hetero = engine  # also tells a wrapped optimizer of ours from a stock one
     _override_exchange(type(stock), engine, start_channel, grad_scaler)
     _override_passes(
