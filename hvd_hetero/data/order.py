@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data.distributed import DistributedSampler
 
 from hvd_hetero.data.partition import mixed_seed
 from hvd_hetero.errors import ConfigurationError
@@ -36,7 +35,7 @@ class SamplerOrder:
 
     def __init__(self, sampler: Iterable[Any], dataset_samples: int, seed: int) -> None:
         self.kind = type(sampler).__name__
-        if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
+        if hasattr(sampler, "num_replicas"):  # as DistributedSampler has, and its kind
             raise ConfigurationError(
                 f"sampler={self.kind}: it already divides the data among ranks, which the Balancer "
                 "does: give the sampler of the whole epoch, or leave it out and set shuffle=True"
