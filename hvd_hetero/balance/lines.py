@@ -8,7 +8,7 @@ in the local batch. ``ready(b)`` runs to the moment the first gradient bucket ca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvd_hetero.errors import ConfigurationError, check_float, check_int
@@ -62,6 +62,8 @@ class TimingPoint:
 
     batch: samples. ready_seconds <= done_seconds: medians over the window's steps.
     variance: of one step's done_seconds, in seconds squared; steps: how many were measured.
+    compress_seconds, input_seconds, backward_seconds, bucket_seconds: medians, see
+    ``timing.StepTiming``.
     """
 
     batch: int
@@ -69,15 +71,34 @@ class TimingPoint:
     done_seconds: float
     variance: float
     steps: int
+    compress_seconds: float = 0.0
+    input_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    bucket_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bucket_seconds", tuple(self.bucket_seconds))
         check_int("batch", self.batch, minimum=1)
         check_int("steps", self.steps, minimum=1)
         check_float("done_seconds", self.done_seconds, minimum=0.0)
         check_float("ready_seconds", self.ready_seconds, minimum=0.0, maximum=self.done_seconds)
         check_float("variance", self.variance, minimum=0.0)
+        check_float("compress_seconds", self.compress_seconds, minimum=0.0)
+        for name in ("input_seconds", "backward_seconds"):
+            check_float(name, getattr(self, name), minimum=0.0, maximum=self.done_seconds)
 
-    def to_dict(self) -> dict[str, float]:
+    @property
+    def forward_seconds(self) -> float:
+        """What is left of done_seconds beside input and backward: forward and update."""
+        return max(self.done_seconds - self.input_seconds - self.backward_seconds, 0.0)
+
+    def until(self, bucket: int) -> TimingPoint:
+        """Return the point with ``bucket`` in the place of the first; itself where unknown."""
+        if not 0 < bucket < len(self.bucket_seconds):
+            return self
+        return replace(self, ready_seconds=min(self.bucket_seconds[bucket], self.done_seconds))
+
+    def to_dict(self) -> dict[str, Any]:
         """Return a dict of JSON types; ``from_dict`` reads it back."""
         return asdict(self)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvd_hetero.balance.lines import Line, RankModel, TimingPoint
@@ -27,6 +27,7 @@ SURPRISE = 0.2  # relative change of the seconds that can count as a real change
 SURPRISE_DEVIATIONS = 4.0  # ... if it is also this many standard deviations away
 SURPRISE_KEEP = 0.1  # weight that points from before a real change keep
 MOST_SIZES = 16  # batch sizes remembered
+BETWEEN_FORGETTING = 0.8  # of the noise between windows
 LEAST_WEIGHT = 1e-6  # relative to the heaviest point; lighter ones are dropped
 
 
@@ -46,7 +47,9 @@ class RankModelFit:
 
     points: ascending by batch size. latest: the point with most steps of the last window.
     changed: the last window contradicted the model, see ``observe``. noise: relative variance of
-    one step's seconds, pooled over windows; noise_steps: measurements it rests on.
+    one step's seconds, pooled over windows; noise_steps: measurements it rests on. between:
+    relative variance of a window's median beyond what its steps explain, as where other work
+    comes and goes on the machine; it may be below 0 by chance, and then counts as none.
     """
 
     points: tuple[FitPoint, ...] = ()
@@ -54,6 +57,7 @@ class RankModelFit:
     changed: bool = False
     noise: float = NOISE_PRIOR**2
     noise_steps: float = NOISE_PRIOR_STEPS
+    between: float = 0.0
 
     def observe(self, points: Sequence[TimingPoint]) -> RankModelFit:
         """Return the state after a window's ``points``; without points, the state itself.
@@ -69,7 +73,11 @@ class RankModelFit:
         if not points:
             return self
         noise, noise_steps = self._pooled(points)
-        variances = [_median_variance(point, noise) for point in points]
+        within = [_median_variance(point, noise) for point in points]
+        variances = [
+            variance + max(self.between, 0.0) * point.done_seconds**2
+            for point, variance in zip(points, within, strict=True)
+        ]
         ratio = self._surprise(points, variances)
         scale, keep = (1.0, FORGETTING) if ratio is None else (ratio, SURPRISE_KEEP)
         merged = {
@@ -90,7 +98,16 @@ class RankModelFit:
             changed=ratio is not None,
             noise=noise,
             noise_steps=noise_steps,
+            between=self._between(points, within) if ratio is None else self.between,
         )
+
+    def with_ready_scaled(self, factor: float) -> RankModelFit:
+        """Return the fit with all ready seconds times ``factor``, at most done seconds."""
+        points = tuple(
+            replace(p, ready_seconds=min(p.ready_seconds * factor, p.done_seconds))
+            for p in self.points
+        )
+        return replace(self, points=points)
 
     def model(self) -> RankModel | None:
         """Return the fitted lines, or None before two different batch sizes were seen."""
@@ -108,24 +125,11 @@ class RankModelFit:
         """
         if not self.points:
             return None
-        total = math.fsum(point.weight for point in self.points)
-        batch = math.fsum(point.weight * point.batch for point in self.points) / total
-        ready = math.fsum(point.weight * point.ready_seconds for point in self.points) / total
-        done = math.fsum(point.weight * point.done_seconds for point in self.points) / total
-        spread = math.fsum(point.weight * (point.batch - batch) ** 2 for point in self.points)
-
-        def least(mean: float, values: Sequence[float]) -> float:
-            each = (value / point.batch for point, value in zip(self.points, values, strict=True))
-            return min(mean / batch, *each)
-
-        precision = (
-            1.0
-            / (PRIOR_SHARE_DEVIATION * least(done, [point.done_seconds for point in self.points]))
-            ** 2
-        )
+        _, batch, ready, done, spread = self._moments()
+        precision = self._precision(done, batch)
 
         def slope(mean: float, values: Sequence[float]) -> float:
-            level = least(mean, values)
+            level = self._least(mean / batch, values)
             moment = math.fsum(
                 point.weight * (point.batch - batch) * (value - mean)
                 for point, value in zip(self.points, values, strict=True)
@@ -142,11 +146,55 @@ class RankModelFit:
         beta = min(max(0.0, ready - alpha * batch), d)
         return RankModel(ready=Line(alpha, beta), done=Line(c, d))
 
-    def relative_error(self) -> float:
-        """Relative standard error of done seconds at the mean batch size; 1.0 when unknown."""
+    def relative_error(self, batch: float | None = None) -> float:
+        """Relative standard error of the model's done seconds; 1.0 when nothing is known.
+
+        batch: of that size; None: at the mean of the known sizes, where it is least.
+        """
+        if not self.points:
+            return 1.0
+        total, mean_batch, _, done, spread = self._moments()
+        variance = 1.0 / total
+        if batch is not None:
+            away = batch - mean_batch
+            variance += away**2 / (spread + self._precision(done, mean_batch))
+            model = self.estimate()
+            done = done if model is None else model.done(batch)
+        return math.sqrt(variance) / done if done > 0.0 else 1.0
+
+    def _moments(self) -> tuple[float, float, float, float, float]:
+        """Weight, means of batch, ready and done, and the weighted spread of the batches."""
         total = math.fsum(point.weight for point in self.points)
-        mean = math.fsum(point.weight * point.done_seconds for point in self.points)
-        return math.sqrt(total) / mean if mean > 0.0 else 1.0
+        batch = math.fsum(point.weight * point.batch for point in self.points) / total
+        ready = math.fsum(point.weight * point.ready_seconds for point in self.points) / total
+        done = math.fsum(point.weight * point.done_seconds for point in self.points) / total
+        spread = math.fsum(point.weight * (point.batch - batch) ** 2 for point in self.points)
+        return total, batch, ready, done, spread
+
+    def _least(self, mean: float, values: Sequence[float]) -> float:
+        each = (value / point.batch for point, value in zip(self.points, values, strict=True))
+        return min(mean, *each)
+
+    def _precision(self, done: float, batch: float) -> float:
+        """Weight of the prior slope, as of a spread of batches."""
+        level = self._least(done / batch, [point.done_seconds for point in self.points])
+        return 1.0 / (PRIOR_SHARE_DEVIATION * level) ** 2
+
+    def _between(self, points: Sequence[TimingPoint], within: Sequence[float]) -> float:
+        """Return ``between`` after ``points``, whose medians have the variances ``within``."""
+        model = self.estimate()
+        if model is None:
+            return self.between
+        between = self.between
+        for point, variance in zip(points, within, strict=True):
+            # A size far from all known ones tests the slope, not the machine.
+            if _distance(point.batch, self.points) > PRIOR_SHARE_DEVIATION:
+                continue
+            expected = model.done(point.batch)
+            gap = min((point.done_seconds / expected - 1.0) ** 2, NOISE_CAP**2)
+            known = variance / expected**2 + self.relative_error(point.batch) ** 2
+            between += (1.0 - BETWEEN_FORGETTING) * (gap - known - between)
+        return between
 
     def _pooled(self, points: Sequence[TimingPoint]) -> tuple[float, float]:
         """Return noise and noise_steps after ``points``.
@@ -190,6 +238,7 @@ class RankModelFit:
             "changed": self.changed,
             "noise": self.noise,
             "noise_steps": self.noise_steps,
+            "between": self.between,
         }
 
     @classmethod
@@ -203,6 +252,7 @@ class RankModelFit:
                 changed=bool(data["changed"]),
                 noise=float(data["noise"]),
                 noise_steps=float(data["noise_steps"]),
+                between=float(data.get("between", 0.0)),
             )
         except (KeyError, TypeError) as error:
             raise ConfigurationError(

@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,7 @@ __all__ = ["HeteroBatchSampler", "HeteroDataLoader", "OnYield", "dataset_length"
 
 T_co = TypeVar("T_co", covariant=True)
 OnYield = Callable[[LocalBatch | None], None]
+Loading = Callable[[], AbstractContextManager[None]]
 
 _REFUSED = {
     "batch_size": "local batch sizes come from the plan: set global_batch_size of the Balancer",
@@ -66,7 +68,8 @@ class HeteroDataLoader(DataLoader[T_co]):
 
     Before a batch is handed out, ``on_yield`` gets its :class:`LocalBatch`; it gets None when a
     pass begins and when it ends, as then there is no current batch. ``on_batch`` gets the batch
-    itself, after its ticket. The remaining arguments are
+    itself, after its ticket. Waiting for a batch happens in the context ``loading()``. The
+    remaining arguments are
     those of ``DataLoader`` without ``batch_size``, ``shuffle``, ``sampler``, ``batch_sampler`` and
     ``drop_last``. Two differences: with workers the default ``multiprocessing_context`` is
     "forkserver", as a forked copy of a process that runs MPI may hang or crash; and
@@ -84,6 +87,7 @@ class HeteroDataLoader(DataLoader[T_co]):
         *,
         on_yield: OnYield,
         on_batch: Callable[[Any], None] | None = None,
+        loading: Loading = nullcontext,
         **dataloader_options: Any,
     ) -> None:
         samples = dataset_length(dataset)
@@ -97,6 +101,7 @@ class HeteroDataLoader(DataLoader[T_co]):
         self._hetero_sampler = batch_sampler
         self._on_yield = on_yield
         self._on_batch = on_batch
+        self._loading = loading
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the passes that begin from now on; the same on every rank."""
@@ -124,6 +129,7 @@ class HeteroDataLoader(DataLoader[T_co]):
             tickets,
             self._on_yield,
             self._on_batch,
+            self._loading,
         )
 
 
@@ -138,6 +144,7 @@ class _TicketIterator(Generic[T_co]):
         tickets: deque[LocalBatch],
         on_yield: OnYield,
         on_batch: Callable[[Any], None] | None,
+        loading: Loading,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
@@ -145,6 +152,7 @@ class _TicketIterator(Generic[T_co]):
         self._tickets = tickets
         self._on_yield = on_yield
         self._on_batch = on_batch
+        self._loading = loading
         self._failure: str | None = None
 
     def __iter__(self) -> _TicketIterator[T_co]:
@@ -164,7 +172,8 @@ class _TicketIterator(Generic[T_co]):
                 "on every rank, or handle bad samples in the data set"
             )
         try:
-            batch = next(self._batches)
+            with self._loading():
+                batch = next(self._batches)
         except StopIteration:
             self._on_yield(None)
             raise

@@ -14,8 +14,8 @@ from hvd_hetero.planning.planner import (
     PlannerState,
     best_split,
     first_plan,
-    models_of,
 )
+from hvd_hetero.planning.prediction import models_of
 
 VERSION = 1
 

@@ -131,28 +131,50 @@ def predict_options(
         ConfigurationError: numbers do not fit together.
     """
     types = [torch.float32] * len(bucket_elements) if dtypes is None else list(dtypes)
-    buckets = list(zip(bucket_elements, types, strict=True))
-    dense = [
-        cost_model.seconds(collective_calls("dense", ranks, elements, elements, dtype, values_as))
-        for elements, dtype in buckets
-    ]
+
+    def exchange(option: Option, ks: Sequence[int]) -> list[float]:
+        return bucket_seconds(option, bucket_elements, types, ks, ranks, cost_model, values_as)
+
+    dense = exchange(DENSE, bucket_elements)
     result = {DENSE: predict_step_seconds(rank_times, dense, 0.0, 0.0)}
     for cf in ladder:
         for strategy in strategies:
-            exchange, compress, decode = list(dense), 0.0, 0.0
-            for index, (k, bucket) in enumerate(zip(ks_by_cf[cf], buckets, strict=True)):
-                elements, dtype = bucket
+            option, compress, decode = Option(cf, strategy), 0.0, 0.0
+            for k, elements, dtype in zip(ks_by_cf[cf], bucket_elements, types, strict=True):
                 if not sparse_saves_bytes(ranks, k, elements, dtype, values_as, strategy):
                     continue
-                calls = collective_calls(strategy, ranks, k, elements, dtype, values_as)
-                exchange[index] = cost_model.seconds(calls)
                 compress += local_costs.compress_seconds(elements, k)
                 entries = ranks * k if strategy == "allgather" else k
                 decode += local_costs.decode_seconds(elements, entries)
-            result[Option(cf, strategy)] = predict_step_seconds(
-                rank_times, exchange, compress, decode
+            result[option] = predict_step_seconds(
+                rank_times, exchange(option, ks_by_cf[cf]), compress, decode
             )
     return result
+
+
+def bucket_seconds(
+    option: Option,
+    bucket_elements: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    ks: Sequence[int],
+    ranks: int,
+    cost_model: CostModel,
+    values_as: str,
+) -> list[float]:
+    """Return the seconds of each bucket's exchange under ``option``, in order of launch.
+
+    A bucket that would not save bytes goes dense, as the exchange does it. ``ks``: entries kept
+    of each bucket, of no meaning for dense; the rest as in ``predict_options``.
+    """
+    seconds = []
+    for k, elements, dtype in zip(ks, bucket_elements, dtypes, strict=True):
+        sparse = option.cf is not None and sparse_saves_bytes(
+            ranks, k, elements, dtype, values_as, option.strategy
+        )
+        how = option.strategy if sparse else "dense"
+        calls = collective_calls(how, ranks, k, elements, dtype, values_as)
+        seconds.append(cost_model.seconds(calls))
+    return seconds
 
 
 def collective_calls(

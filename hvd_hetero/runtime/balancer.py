@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from hvd_hetero.balance.memory import MemoryUse
 from hvd_hetero.balance.optperf import Bounds
 from hvd_hetero.balance.timing import WindowTiming
 from hvd_hetero.data.loader import HeteroBatchSampler, HeteroDataLoader, dataset_length
@@ -20,16 +22,20 @@ from hvd_hetero.data.order import ONE_ORDER, SamplerOrder
 from hvd_hetero.data.partition import LocalBatch
 from hvd_hetero.data.schedule import PlanSchedule
 from hvd_hetero.errors import ConfigurationError, check_float, check_int
+from hvd_hetero.planning.exchange_view import ExchangeView
 from hvd_hetero.planning.plan import Plan
 from hvd_hetero.planning.planner import (
+    PlanEffect,
     PlannerConfig,
     PlannerState,
     advance,
     first_plan,
 )
+from hvd_hetero.planning.prediction import Prediction, predict
 from hvd_hetero.runtime.agreement import CollectivesChannel, Message, verify_alike
 from hvd_hetero.runtime.batches import Batch, BatchBook
 from hvd_hetero.runtime.collectives import connect
+from hvd_hetero.runtime.memory import explain_out_of_memory, memory_use
 from hvd_hetero.runtime.profile_file import ProfileFile
 from hvd_hetero.runtime.timings import StepTimer
 
@@ -56,6 +62,8 @@ class Balancer:
         fixed_local_batches: fixed sizes, one for each rank, instead of learnt ones.
         window_steps: optimizer steps between two looks at the timings.
         min_gain: relative gain in predicted step time below which a plan is kept.
+        min_interval_windows: windows a plan stays at least; not in the first three windows, nor in
+            the three after the speed of a rank or the exchange has changed.
         seed: of the order in which a shuffled epoch is read.
         profile: file in which rank 0 keeps what was learnt of the ranks' speed. A later job on the
             same hosts begins with it, and with a plan by it, instead of an even split. One file
@@ -77,6 +85,7 @@ class Balancer:
         fixed_local_batches: Sequence[int] | None = None,
         window_steps: int = 10,
         min_gain: float = 0.05,
+        min_interval_windows: int = 3,
         seed: int = 0,
         profile: str | os.PathLike[str] | None = None,
         exchange_timeout_seconds: float = 600.0,
@@ -89,12 +98,15 @@ class Balancer:
             "exchange_timeout_seconds", exchange_timeout_seconds, minimum=0, exclusive_minimum=True
         )
         total = check_int("global_batch_size", global_batch_size, minimum=1)
-        fixed = _fixed_sizes(fixed_local_batches, ranks)
+        fixed = None
+        if fixed_local_batches is not None:
+            fixed = _sizes("fixed_local_batches", fixed_local_batches, ranks)
         self._config = PlannerConfig(
             global_batch_size=total,
             bounds=_bounds(ranks, total, min_local_batch, max_local_batch, fixed),
             granule=granule,
             min_gain=min_gain,
+            min_interval_windows=min_interval_windows,
             fixed_local_batches=fixed,
         )
         self._name = f"hvd_hetero.balancer.{next(_counter)}"
@@ -111,6 +123,8 @@ class Balancer:
         self._schedule = PlanSchedule(self._state.plan)
         self._sampler: HeteroBatchSampler | None = None
         self._optimizer_name: str | None = None
+        self._device = torch.device("cpu")
+        self._samples: int | None = None  # of the batch yielded last
         self.timer = StepTimer()
         self._batches = BatchBook(self._collectives, self._name, self._timeout_seconds, self.timer)
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
@@ -131,6 +145,27 @@ class Balancer:
         """This rank's part of the newest plan's samples; over all ranks they add up to 1."""
         plan = self.plan
         return plan.local_batches[self._collectives.rank] / sum(plan.local_batches)
+
+    def predict(self, local_batches: Sequence[int]) -> Prediction | None:
+        """Return the seconds of a step under any split; None: not known yet.
+
+        By what was known at the last window; known once every rank has been timed. Only rank 0
+        learns and plans, so only it can answer.
+
+        local_batches: samples of each rank, in rank order; they need not sum to the global batch.
+        Raises ConfigurationError on other ranks, and for other than one size of at least 1 a rank.
+        """
+        if self._collectives.rank != 0:
+            raise ConfigurationError(
+                f"predict() on rank {self._collectives.rank}: only rank 0 learns the ranks' "
+                "speeds: ask there"
+            )
+        return predict(self._state, _sizes("local_batches", local_batches, self._collectives.size))
+
+    @property
+    def effect(self) -> PlanEffect | None:
+        """What the newest change of plan promised and what it brought; on rank 0, else None."""
+        return self._state.effect
 
     @property
     def global_batch_size(self) -> int:
@@ -184,6 +219,7 @@ class Balancer:
             dataset,
             own,
             on_yield=self._on_yield,
+            loading=self.timer.loading,
             on_batch=None if weigh is None else partial(self._batches.weigh_yielded, weigh),
             **dataloader_options,
         )
@@ -278,6 +314,13 @@ class Balancer:
         """
         return self._batches.weigh_loss(loss)
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Mark the wait for a batch of your own loader: ``with balancer.loading(): next(it)``.
+
+        It is then told apart from compute. :meth:`data_loader` does that by itself.
+        """
+        return self.timer.loading()
+
     # ---- what the optimizer uses ----------------------------------------------------------------
 
     def check_free(self) -> None:
@@ -288,12 +331,19 @@ class Balancer:
                 "optimizer listens to one loader: create another Balancer for this one"
             )
 
-    def attach(self, optimizer_name: str, weighed_reduction: str | None = None) -> None:
-        """Bind to one optimizer; ``weighed_reduction``: of losses weighed before backward."""
+    def attach(
+        self, optimizer_name: str, device: torch.device, weighed_reduction: str | None = None
+    ) -> None:
+        """Bind to one optimizer, whose parameters lie on ``device``.
+
+        ``weighed_reduction``: "mean" or "sum" where losses are weighed before backward.
+        """
         self.check_free()
         self._optimizer_name = optimizer_name
+        self._device = device
         if weighed_reduction is not None:
             self._batches.expect_weighed_losses(weighed_reduction)
+        explain_out_of_memory(self._describe_memory)
 
     def batch_of_pass(self) -> Batch:
         """Return the batch behind the pass that begins now.
@@ -327,25 +377,48 @@ class Balancer:
                 f"{ONE_ORDER}. Where the pass differs, a rank has begun one that others have not",
             )
 
+    def report(self) -> Message:
+        """Return what rank 0 needs of this rank besides its timings."""
+        use = memory_use(self._device)
+        return {
+            "drawn": list(self._schedule.drawn),
+            "memory": None if use is None else [use.peak_bytes, use.limit_bytes],
+        }
+
     def decide(
         self,
         windows: Sequence[WindowTiming | None],
-        drawn: Sequence[Sequence[int]],
-        last_bucket_share: float,
+        reports: Sequence[Message],
+        bucket_shares: Sequence[float],
+        exchange: ExchangeView | None,
     ) -> Message:
         """Rank 0: turn all ranks' timings into the plan and the cursor from which it applies.
 
-        ``windows``: in rank order, None where a rank saw no typical step. ``drawn``: how far each
-        rank has drawn.
+        ``windows``: in rank order, None where a rank saw no typical step. ``reports``: of all
+        ranks. ``exchange``: how gradients travel, None: always alike.
         """
         known = [window for window in windows if window is not None]
         reason = "kept: a rank saw no typical step in this window"
         if len(known) == len(windows):
-            self._state = advance(self._config, self._state, known, last_bucket_share)
+            before = self._state.effect
+            self._state = advance(
+                self._config,
+                self._state,
+                known,
+                bucket_shares,
+                exchange=exchange,
+                memory=[
+                    None if report["memory"] is None else MemoryUse(*report["memory"])
+                    for report in reports
+                ],
+            )
             reason = self._state.reason
+            measured = self._state.effect
+            if before != measured and measured is not None and measured.measured_seconds:
+                logger.info("%s", measured)
             if self._profile is not None:
                 self._profile.write(self._state)
-        first, second = max((int(one[0]), int(one[1])) for one in drawn)
+        first, second = max((int(x), int(y)) for x, y in (one["drawn"] for one in reports))
         return {
             "plan": self._state.plan.to_dict(),
             "effective": [first, second],
@@ -450,11 +523,22 @@ class Balancer:
             "fixed_local_batches": config.fixed_local_batches and list(config.fixed_local_batches),
             "window_steps": self.window_steps,
             "min_gain": config.min_gain,
+            "min_interval_windows": config.min_interval_windows,
             "seed": self.seed,
             "profile": self._profile_given,
         }
 
+    def _describe_memory(self) -> str:
+        rank, plan = self._collectives.rank, self.plan
+        samples = plan.local_batches[rank] if self._samples is None else self._samples
+        return (
+            f"rank {rank} ran out of memory with a local batch of {samples} samples (plan "
+            f"{plan.version}: {plan.local_batches}): give the Balancer max_local_batch, one number "
+            f"or one for each rank, below {samples} for this rank, or a smaller global_batch_size"
+        )
+
     def _on_yield(self, batch: LocalBatch | None) -> None:
+        self._samples = None if batch is None else batch.samples
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
         if batch is not None:
             drawn = None if self._sampler is None else self._sampler.drawn_order
@@ -487,17 +571,13 @@ def _bounds(
     return bounds
 
 
-def _fixed_sizes(sizes: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
-    if sizes is None:
-        return None
+def _sizes(name: str, sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise ConfigurationError(f"{name}={sizes!r}: expected a list with one size for each rank")
+    checked = tuple(check_int(name, size, minimum=1) for size in sizes)
+    if len(checked) != ranks:
         raise ConfigurationError(
-            f"fixed_local_batches={sizes!r}: expected a list with one size for each rank"
-        )
-    fixed = tuple(check_int("fixed_local_batches", size, minimum=1) for size in sizes)
-    if len(fixed) != ranks:
-        raise ConfigurationError(
-            f"fixed_local_batches={list(sizes)!r}: {len(fixed)} sizes for {ranks} ranks; "
+            f"{name}={list(sizes)!r}: {len(checked)} sizes for {ranks} ranks; "
             "give one for each rank"
         )
-    return fixed
+    return checked

@@ -18,10 +18,16 @@ from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.planning import policy
 from hvd_hetero.planning.cost_model import CostModel, LocalCosts
+from hvd_hetero.planning.exchange_view import ExchangeView
 from hvd_hetero.planning.objective import Penalty, default_penalty
 from hvd_hetero.planning.refine import ExchangeTiming, refined_by_steps
 from hvd_hetero.planning.sparse_bytes import repeatable_exchange
-from hvd_hetero.planning.step_time import Option, RankTimes, predict_options
+from hvd_hetero.planning.step_time import (
+    Option,
+    RankTimes,
+    bucket_seconds,
+    predict_options,
+)
 from hvd_hetero.runtime.agreement import Channel, Message
 from hvd_hetero.runtime.clock import wait_until
 from hvd_hetero.runtime.exchanger import GradientExchanger, SparsityMode
@@ -72,8 +78,6 @@ class CompressionControl:
         self._local: LocalCosts | None = None
         self._state: policy.PolicyState | None = None
         self.curves: Curves | None = None
-        self._reported = (0, 0.0)  # steps, compress_seconds
-        self._steps = 0
         self._begun = False  # alike on all ranks
         self.reason = f"dense for the first {spec.dense_steps} steps" if spec.dense_steps else ""
         if spec.policy != "fixed":
@@ -90,7 +94,6 @@ class CompressionControl:
 
     def after_step(self, steps: int) -> bool:
         """Start compressing once the dense steps are over; return whether that was now."""
-        self._steps = steps
         if self._begun or steps < self.spec.dense_steps:
             return False
         self._begin()
@@ -98,7 +101,6 @@ class CompressionControl:
 
     def go_on_from(self, steps: int) -> None:
         """Count on from ``steps`` without a saved state; on all ranks."""
-        self._steps = steps
         if self._begun and steps < self.spec.dense_steps:
             self._begun = False
             self._exchanger.set_mode(SparsityMode(), flush_steps=1)
@@ -106,14 +108,9 @@ class CompressionControl:
 
     def report(self) -> Message:
         """Return what rank 0 needs of this rank besides its timings, since the last report."""
-        steps, seconds = self._reported
-        self._reported = (self._steps, self._exchanger.compress_seconds)
-        count = max(self._steps - steps, 1)
         timings = self._exchanger.clock.take()
-        return {
-            "compress": (self._exchanger.compress_seconds - seconds) / count,
-            "exchanges": [timing.to_list() for timing in timings if self._costs is not None],
-        }
+        known = timings if self._costs is not None else []
+        return {"exchanges": [timing.to_list() for timing in known]}
 
     def collect(self) -> torch.Tensor | None:
         """Sum what was sampled over ranks; None when nothing was asked for. Blocks."""
@@ -148,16 +145,10 @@ class CompressionControl:
             reason = "kept: no typical step in this window"
             return self._message(mode.cf, mode.strategy, mode.sample, reason)
         self._refine_costs(reports)
-        compress = [float(report["compress"]) for report in reports]
-        done = [window.points[-1].done_seconds for window in timed]
+        typical = [window.typical for window in timed]
         step_seconds = max(window.step_seconds for window in timed)
-        rank_times = [
-            RankTimes(
-                max(window.points[-1].ready_seconds - spent, 0.0),
-                max(window.points[-1].done_seconds - spent, 0.0),
-            )
-            for window, spent in zip(timed, compress, strict=True)
-        ]
+        rank_times = [RankTimes(point.ready_seconds, point.done_seconds) for point in typical]
+        done = [point.done_seconds + point.compress_seconds for point in typical]
         observation = policy.Observation(
             option=_option(mode),
             step_seconds=step_seconds,
@@ -169,6 +160,21 @@ class CompressionControl:
         )
         self._state, decision = policy.advance(self.spec, state, observation)
         return self._message(decision.cf, decision.strategy, decision.measure, decision.reason)
+
+    def exchange_view(self, choice: Message | None) -> ExchangeView:
+        """Return how gradients travel now and, by ``choice``, in the next steps; None: alike."""
+        now = _option(self._exchanger.mode)
+        then = (
+            now
+            if choice is None
+            else Option(choice["cf"], "dense" if choice["cf"] is None else choice["strategy"])
+        )
+        modelled = {}
+        if self._costs is not None and then != now:
+            for option in (now, then):
+                *early, last = self._bucket_seconds(option, self._costs) or [0.0]
+                modelled[str(option)] = (sum(early), last)
+        return ExchangeView(str(now), str(then), modelled)
 
     def apply(self, choice: Message) -> bool:
         """Compress as rank 0 chose from the next step on; return whether the factor changed."""
@@ -226,8 +232,6 @@ class CompressionControl:
                 f"{', '.join(differing)}; use the same options, or take state['compression'] "
                 "out to keep the residuals alone"
             )
-        self._steps = steps
-        self._reported = (steps, self._exchanger.compress_seconds)
         self._begun = steps >= self.spec.dense_steps
         cf, strategy, entries, sample = state["mode"]
         same_layout = state["layout"] == self._exchanger.layout()
@@ -340,6 +344,20 @@ class CompressionControl:
             spec.values,
             rank_times,
             dtypes=[bucket.dense_dtype for bucket in self._exchanger.buckets],
+        )
+
+    def _bucket_seconds(self, option: Option, costs: CostModel) -> list[float]:
+        """Return the seconds of each bucket's exchange by the cost model."""
+        buckets = self._exchanger.buckets
+        entries = [0] * len(buckets) if option.cf is None else self._entries(option.cf)
+        return bucket_seconds(
+            option,
+            [bucket.elements for bucket in buckets],
+            [bucket.dense_dtype for bucket in buckets],
+            entries,
+            self._collectives.size,
+            costs,
+            self.spec.values,
         )
 
     def _penalty(self) -> Penalty:

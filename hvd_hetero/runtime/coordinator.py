@@ -10,12 +10,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
+from hvd_hetero.balance.stragglers import SlowRank, slow_ranks
 from hvd_hetero.balance.timing import StepTiming, WindowTiming, summarise
 from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.environment import LOG
@@ -37,6 +38,7 @@ from hvd_hetero.runtime.mpi import (
     mpi_is_running,
     world_communicator,
 )
+from hvd_hetero.runtime.overhead import Overhead, overhead_of
 from hvd_hetero.runtime.timings import StepTimer
 from hvd_hetero.telemetry.records import BucketLayout, ConfigurationRecord, WindowRecord
 from hvd_hetero.telemetry.sink import JsonLinesSink
@@ -121,6 +123,9 @@ class Coordinator:
         self._rho: float | None = None
         self._plan_reason = ""
         self._changed: list[str] = []
+        self._overhead = Overhead()
+        self._slow: tuple[SlowRank, ...] = ()
+        self._slow_told: set[tuple[int, str]] = set()
         if balancer is not None:
             self._open_window("balance", balancer.window_steps)
             self._plan_reason = balancer.plan.reason
@@ -144,11 +149,10 @@ class Coordinator:
                 self._sink = JsonLinesSink(options.log_path)
                 self._sink.write(_configuration_record(configuration, exchanger))
 
-    def record(self, timing: StepTiming | None) -> None:
+    def record(self, timing: StepTiming) -> None:
         """Take the timing of a step into the windows that are open."""
-        if timing is not None:
-            for timings in self._timings.values():
-                timings.append(timing)
+        for timings in self._timings.values():
+            timings.append(timing)
 
     def after_step(self) -> None:
         """Count an applied step; agree where a window ends. Blocks, on the main thread."""
@@ -157,8 +161,7 @@ class Coordinator:
         if self.control is not None:
             with self._timer.waiting():
                 if self.control.after_step(self.steps):
-                    self._timings["compression"] = []
-                    self._changed.append("cf")
+                    self._exchange_changes()
             if self.control.due(self.steps):
                 due.append("compression")
         drift_steps = self._options.drift_check_steps
@@ -202,29 +205,39 @@ class Coordinator:
             self._balancer.schedule.agreement() if self._balancer is not None else nullcontext()
         )
         with holding:
-            reports = self._channel.allgather(self._report(due), "window")
+            with self._overhead.own():
+                report = self._report(due)
+            with self._overhead.waiting():
+                reports = self._channel.allgather(report, "window")
             verify_alike([report["alike"] for report in reports], _SAME_STEPS)
             sums = None
             if "compression" in due and self.control is not None:
                 sums = self.control.collect()
-            decision = self._decide(due, reports, sums) if self._options.rank == 0 else None
-            self._apply(self._channel.broadcast(decision, "decision"))
+            with self._overhead.own():
+                decision = self._decide(due, reports, sums) if self._options.rank == 0 else None
+            with self._overhead.waiting():
+                decision = self._channel.broadcast(decision, "decision")
+            with self._overhead.own():
+                self._apply(decision)
+        self._watch(reports, due[0])
         if self._sink is not None and "record" in due:
             self._sink.write(self._window_record(reports))
             self._changed = []
 
     def _report(self, due: Sequence[str]) -> Message:
         report: Message = {"timings": {}, "alike": {}}
+        if "record" in due:
+            report["overhead"] = self._overhead.take(self._timer.own_seconds)
         for name in due:
             timings, self._timings[name] = self._timings[name], []
             report["timings"][name] = summarise(timings).to_dict() if timings else None
         if self._balancer is not None:
-            report["drawn"] = list(self._balancer.schedule.drawn)
+            report.update(self._balancer.report())
             # A rank that skipped a batch would pair its gradients with the wrong ones for ever.
             position = self._balancer.position
             report["alike"][f"(pass, batch) of the loader after step {self.steps}"] = position
         if "compression" in due and self.control is not None:
-            report["seconds"] = self.control.report()
+            report.update(self.control.report())
             # A parameter frozen on one rank only holds back there what others have sent.
             report["alike"]["frozen parameters"] = self._exchanger.frozen_parameters()
         return report
@@ -233,18 +246,21 @@ class Coordinator:
         self, due: Sequence[str], reports: Sequence[Message], sums: torch.Tensor | None
     ) -> Message:
         decision: Message = {}
-        if "balance" in due and self._balancer is not None:
-            decision["balance"] = self._balancer.decide(
-                _windows(reports, "balance"),
-                [report["drawn"] for report in reports],
-                self._exchanger.last_bucket_share(),
-            )
+        then = None
         if "compression" in due and self.control is not None:
-            decision["compression"] = self.control.decide(
+            then = decision["compression"] = self.control.decide(
                 sums,
                 _windows(reports, "compression"),
-                [report["seconds"] for report in reports],
+                reports,
                 1.0 if self._balancer is None else float(self._balancer.global_batch_size),
+            )
+        if "balance" in due and self._balancer is not None:
+            view = None if self.control is None else self.control.exchange_view(then)
+            decision["balance"] = self._balancer.decide(
+                _windows(reports, "balance"),
+                reports,
+                self._exchanger.bucket_shares(),
+                view,
             )
         return decision
 
@@ -258,8 +274,7 @@ class Coordinator:
             choice = decision["compression"]
             self._gain, self._rho = choice["gain"], choice["rho"]
             if self.control.apply(choice):
-                self._changed.append("cf")
-                self._timings["compression"] = []
+                self._exchange_changes()
 
     # ---- records --------------------------------------------------------------------------------
 
@@ -268,13 +283,30 @@ class Coordinator:
         steps_before, bytes_before = self._bytes_at_record
         sent = self._exchanger.sent_bytes
         self._bytes_at_record = (self.steps, sent)
+        steps = max(self.steps - steps_before, 1)
         plan = None if self._balancer is None else self._balancer.plan
         nan = float("nan")
+        points = [None if w is None else w.typical for w in windows]
+
+        def each(name: str) -> tuple[float, ...]:
+            return tuple(nan if p is None else float(getattr(p, name)) for p in points)
+
+        effect = None if self._balancer is None else self._balancer.effect
         return WindowRecord(
             step=self.steps,
             step_seconds=max((w.step_seconds for w in windows if w is not None), default=nan),
-            compute_seconds=tuple(nan if w is None else w.points[-1].done_seconds for w in windows),
+            compute_seconds=tuple(
+                nan if p is None else p.done_seconds + p.compress_seconds for p in points
+            ),
             wait_seconds=tuple(nan if w is None else w.wait_seconds for w in windows),
+            input_seconds=each("input_seconds"),
+            forward_seconds=each("forward_seconds"),
+            backward_seconds=each("backward_seconds"),
+            compress_seconds=each("compress_seconds"),
+            slow_ranks=tuple(asdict(slow) for slow in self._slow),
+            predicted_step_seconds=None if effect is None else effect.predicted_seconds,
+            step_seconds_before=None if effect is None else effect.before_seconds,
+            overhead_seconds=overhead_of([r["overhead"] for r in reports]) / steps,
             local_batches=() if plan is None else plan.local_batches,
             global_batch_size=None if plan is None else plan.global_batch_size,
             cf=self._exchanger.mode.cf,
@@ -282,7 +314,7 @@ class Coordinator:
             rho=self._rho,
             nonfinite_steps=self._exchanger.nonfinite_steps,
             strategy=self._exchanger.take_strategy(),
-            bytes_per_step=(sent - bytes_before) / max(self.steps - steps_before, 1),
+            bytes_per_step=(sent - bytes_before) / steps,
             plan_version=0 if plan is None else plan.version,
             plan_reason=self._plan_reason,
             compression_reason=self._compression_reason(),
@@ -290,6 +322,25 @@ class Coordinator:
         )
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _watch(self, reports: Sequence[Message], window: str) -> None:
+        """Say once which rank is slow, and in what, when two windows in a row agree on it."""
+        before = {(slow.rank, slow.part) for slow in self._slow}
+        windows = _windows(reports, window)
+        self._slow = slow_ranks([None if w is None else w.typical for w in windows])
+        for slow in self._slow:
+            name = (slow.rank, slow.part)
+            if name not in before or name in self._slow_told or self._options.rank != 0:
+                continue
+            self._slow_told.add(name)
+            # A balancer gives a slow device less to do; a slow disk stays one.
+            balanced = self._balancer is not None and slow.part != "input"
+            logger.log(logging.INFO if balanced else logging.WARNING, "%s", slow)
+
+    def _exchange_changes(self) -> None:
+        """What was timed until now says nothing of the exchange to come."""
+        self._changed.append("cf")
+        self._timings.update({name: [] for name in self._timings if name != "record"})
 
     def _open_window(self, name: str, steps: int) -> None:
         self._windows[name] = steps

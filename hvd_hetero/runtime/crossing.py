@@ -9,7 +9,7 @@ They also make fast ranks wait for slow ones in the middle of a step, which is n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -67,13 +67,13 @@ def _watch(function: Any) -> None:
     power = _MISSING_POWER.get(function.__name__, 0)
 
     def forward(ctx: Any, *inputs: Any) -> Any:
-        with _waiting(inputs):
+        with _waiting():
             return stock_forward(ctx, *inputs)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         global _latest_graph_task
         _latest_graph_task = max(_latest_graph_task, _graph_task())
-        with _waiting(gradients):
+        with _waiting():
             results = stock_backward(ctx, *gradients)
         if not _exact or power == 0:
             return results
@@ -86,16 +86,12 @@ def _watch(function: Any) -> None:
 
 
 @contextmanager
-def _waiting(tensors: Iterable[Any]) -> Iterator[None]:
+def _waiting() -> Iterator[None]:
     """Count the block as waiting; the backward of one collective calls another."""
     global _inside
     if _inside:
         yield
         return
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            # Horovod would wait for this rank's own work before it, which is none of the wait.
-            torch.cuda.current_stream(tensor.device).synchronize()
     _inside = True
     try:
         with ExitStack() as stack:

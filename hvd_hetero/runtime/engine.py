@@ -134,6 +134,7 @@ class OptimizerEngine:
             self._open_pass()
         if not self._pass_open:
             self._pass_open = True
+            self._timer.backward_begins()
             engine: Any = torch.autograd.Variable._execution_engine  # as torch's own DDP does
             engine.queue_callback(self._on_backward_end)
 
@@ -174,8 +175,7 @@ class OptimizerEngine:
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """All passes of this parameter are done (from Horovod's hook): launch full buckets."""
-        if self.exchanger.mark_ready(parameter):
-            self._timer.bucket_ready()
+        self.exchanger.mark_ready(parameter)
 
     # ---- the step, on the main thread -----------------------------------------------------------
 
@@ -192,7 +192,8 @@ class OptimizerEngine:
                 self._open_pass()
             self.exchanger.add_overlooked(parameter)
         self.exchanger.synchronize(self._weight_rule().gradient_scale)
-        self._coordinator.record(self._timer.exchange_ended(self._typical_batch()))
+        for timing in self._timer.exchange_ended(self._typical_batch()):
+            self._coordinator.record(timing)
 
     def applied(self) -> None:
         """The optimizer has applied the gradients of this step."""

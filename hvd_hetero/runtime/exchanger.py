@@ -28,8 +28,9 @@ from hvd_hetero.exchange.in_place import InPlaceExchange
 from hvd_hetero.exchange.shared_index import SharedIndexExchange
 from hvd_hetero.planning.sparse_bytes import sparse_saves_bytes
 from hvd_hetero.runtime.buckets import Bucket, Member, build_buckets
-from hvd_hetero.runtime.clock import now_seconds, wait_until
+from hvd_hetero.runtime.clock import wait_until
 from hvd_hetero.runtime.exchange_clock import ExchangeClock
+from hvd_hetero.runtime.timings import StepTimer
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class GradientExchanger:
         bucket_bytes: int,
         timeout_seconds: float,
         describe_step: Callable[[], str],
+        timer: StepTimer | None = None,
         compressor: Compressor | None = None,
         local_clip_norm: float | None = None,
         values_as: str = "float16",
@@ -96,6 +98,7 @@ class GradientExchanger:
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
         self._describe_step = describe_step
+        self._timer = StepTimer() if timer is None else timer
         self._compressor = compressor
         self._local_clip_norm = local_clip_norm
         self._values_as = values_as
@@ -120,7 +123,6 @@ class GradientExchanger:
         self._nonfinite = False
         self.nonfinite_steps = 0
         self.sent_bytes = 0.0
-        self.compress_seconds = 0.0
         self.launched_in_backward = 0
         self.clock = ExchangeClock()
         self._strategies: set[str] = set()
@@ -192,22 +194,22 @@ class GradientExchanger:
             )
         self.add(parameter)
 
-    def mark_ready(self, parameter: torch.Tensor) -> bool:
-        """The parameter's gradient is complete; return True when this launched something."""
+    def mark_ready(self, parameter: torch.Tensor) -> None:
+        """The parameter's gradient is complete; launches the buckets that this fills."""
         bucket, member = self._places[id(parameter)]
         if self.where_it_lies:
+            self._timer.bucket_ready(bucket.index)
             self._start_in_place(bucket, member)
             self.launched_in_backward += 1
-            return True
+            return
         bucket.mark_ready(member)
         if self._local_clip_norm is not None:
-            return False  # the norm is known at the end of backward only
+            return  # the norm is known at the end of backward only
         before = self._next_launch
         while self._next_launch < len(self.buckets) and self.buckets[self._next_launch].full:
             self._launch(self.buckets[self._next_launch])
         self._advance()
         self.launched_in_backward += self._next_launch - before
-        return self._next_launch > before
 
     # ---- end of the step ------------------------------------------------------------------------
 
@@ -333,11 +335,10 @@ class GradientExchanger:
         strategies, self._strategies = self._strategies, set()
         return " and ".join(sorted(strategies)) or "none"
 
-    def last_bucket_share(self) -> float:
-        """Share of the bucket launched last in all elements, which no backward can hide."""
-        if not self.buckets:
-            return 1.0
-        return self.buckets[-1].elements / max(sum(b.elements for b in self.buckets), 1)
+    def bucket_shares(self) -> list[float]:
+        """Return each bucket's part of all elements, in the order of launch; [1.0] without any."""
+        total = sum(bucket.elements for bucket in self.buckets)
+        return [bucket.elements / total for bucket in self.buckets] or [1.0]
 
     def frozen_parameters(self) -> list[str]:
         """Names of parameters frozen since they got their hook."""
@@ -446,16 +447,15 @@ class GradientExchanger:
         if sample is not None:
             sample.take_gradient(bucket.index, work)
         clear = all([pending.done() for pending in self._pending.values()])
-        start = now_seconds()
         k = self._entries(bucket)
+        self._timer.bucket_ready(bucket.index)
         if k == 0:
             exchange = self._launch_dense(bucket)
-        elif self.mode.strategy == "shared-index":
-            exchange = self._launch_shared_index(bucket, k)
         else:
-            exchange = self._launch_allgather(bucket, k)
-        if k > 0:
-            self.compress_seconds += now_seconds() - start
+            with self._timer.compressing():
+                shared = self.mode.strategy == "shared-index"
+                launch = self._launch_shared_index if shared else self._launch_allgather
+                exchange = launch(bucket, k)
         self.sent_bytes += exchange.sent_bytes
         self._strategies.add(exchange.strategy)
         self._pending[bucket.index] = exchange

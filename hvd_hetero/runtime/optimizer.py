@@ -35,6 +35,7 @@ from hvd_hetero.runtime.crossing import watch_collectives
 from hvd_hetero.runtime.engine import OptimizerEngine, WeightRule
 from hvd_hetero.runtime.exchanger import GradientExchanger
 from hvd_hetero.runtime.joining import refuse_join
+from hvd_hetero.runtime.marks import marks_for
 from hvd_hetero.runtime.mpi import open_step
 from hvd_hetero.runtime.parameters import name_parameters, parameter_signature
 from hvd_hetero.runtime.timings import StepTimer
@@ -227,10 +228,12 @@ def DistributedOptimizer(
             )
         return stock
 
+    device = next(iter(mine)).device
     _claim(mine, prefix)
     if balancer is not None:
-        balancer.attach(prefix, loss_reduction if loss_weighted else None)
+        balancer.attach(prefix, device, loss_reduction if loss_weighted else None)
     timer = balancer.timer if balancer is not None else StepTimer()
+    timer.use(marks_for(device))
     if collectives.size == 1:
         stock._register_hooks()  # Horovod registers none for one process
     exchanger = GradientExchanger(
@@ -240,6 +243,7 @@ def DistributedOptimizer(
         bucket_bytes=bucket_bytes,
         timeout_seconds=timeout,
         describe_step=lambda: f"rank {collectives.rank}, step {coordinator.steps}",
+        timer=timer,
         compressor=None if compression is hvd.Compression.none or spec is not None else compression,
         local_clip_norm=local_clip_norm,
         values_as="float16" if spec is None else spec.values,

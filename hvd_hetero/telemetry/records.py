@@ -72,6 +72,13 @@ class WindowRecord:
     ``nonfinite_steps`` counts, from the start, steps in which some rank's gradient was not finite
     (residuals stay as they were). The reasons say why the plan and the
     compression are as they are, ``changed`` names what changes after this window.
+    ``input_seconds``, ``forward_seconds``, ``backward_seconds`` and ``compress_seconds`` are the
+    parts of ``compute_seconds`` in every rank (empty: not measured), forward with the update.
+    ``slow_ranks``, the slowest first: of each its ``rank``, the ``part`` of its work it is slow in
+    (input, forward, backward), and the ``ratio`` of its seconds to the median for the same batch.
+    ``predicted_step_seconds`` is what the plan in force was made for, ``step_seconds_before`` a
+    step under the plan before it; ``overhead_seconds`` what measuring, agreeing and planning cost
+    in a step.
     """
 
     kind: ClassVar[str] = "window"
@@ -92,16 +99,25 @@ class WindowRecord:
     changed: tuple[str, ...] = ()
     rho: float | None = None
     nonfinite_steps: int = 0
+    input_seconds: tuple[float, ...] = ()
+    forward_seconds: tuple[float, ...] = ()
+    backward_seconds: tuple[float, ...] = ()
+    compress_seconds: tuple[float, ...] = ()
+    slow_ranks: tuple[Mapping[str, Any], ...] = ()
+    predicted_step_seconds: float | None = None
+    step_seconds_before: float | None = None
+    overhead_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _convert(self, _WINDOW_FIELDS)
         ranks = len(self.compute_seconds)
-        if len(self.wait_seconds) != ranks or len(self.local_batches) not in (0, ranks):
-            raise RecordError(
-                f"{self.kind} record: compute_seconds, wait_seconds and local_batches have "
-                f"{ranks}, {len(self.wait_seconds)} and {len(self.local_batches)} entries: "
-                "give one for each rank"
-            )
+        for name in _PER_RANK:
+            entries = len(getattr(self, name))
+            if entries != ranks and (entries or name == "wait_seconds"):
+                raise RecordError(
+                    f"{self.kind} record: compute_seconds and {name} have {ranks} and {entries} "
+                    "entries: give one for each rank"
+                )
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, without the line end."""
@@ -268,9 +284,36 @@ _WINDOW_FIELDS = {
     "changed": _tuple(_str),
     "rho": _known,
     "nonfinite_steps": _int,
+    "input_seconds": _tuple(_float),
+    "forward_seconds": _tuple(_float),
+    "backward_seconds": _tuple(_float),
+    "compress_seconds": _tuple(_float),
+    "slow_ranks": _tuple(_mapping),
+    "predicted_step_seconds": _known,
+    "step_seconds_before": _known,
+    "overhead_seconds": _known,
 }
+_PER_RANK = (
+    "wait_seconds",
+    "local_batches",
+    "input_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "compress_seconds",
+)
 # Of the same schema: lines without them are read, with the defaults.
-_ADDED_LATER = ("rho", "nonfinite_steps")
+_ADDED_LATER = (
+    "rho",
+    "nonfinite_steps",
+    "input_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "compress_seconds",
+    "slow_ranks",
+    "predicted_step_seconds",
+    "step_seconds_before",
+    "overhead_seconds",
+)
 _RECORD_TYPES: dict[str, type[ConfigurationRecord] | type[WindowRecord]] = {
     ConfigurationRecord.kind: ConfigurationRecord,
     WindowRecord.kind: WindowRecord,

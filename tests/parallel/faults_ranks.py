@@ -45,6 +45,8 @@ class Net(torch.nn.Module):
         self.broken = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.broken == "memory":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to much")
         if self.broken == "forward":
             raise RuntimeError(f"rank {FAILING_RANK} failed in forward")
         hidden = torch.relu(self.first(x))

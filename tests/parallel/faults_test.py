@@ -82,6 +82,17 @@ def test_a_rank_that_raises_ends_the_job(
 
 
 @pytest.mark.parametrize(("launcher", "mpi4py"), EARLY_OR_NOT)
+def test_a_rank_without_memory_ends_the_job_and_says_what_to_do(
+    launcher: Launcher, mpi4py: str
+) -> None:
+    """S43: all ranks end, and rank, batch and remedy are named."""
+    result = run(launcher, 2, "memory", mpi4py)
+    assert "can't allocate memory" in result.output
+    assert re.search(r"rank 1 ran out of memory with a local batch of [34] samples", result.output)
+    assert "max_local_batch" in result.output
+
+
+@pytest.mark.parametrize(("launcher", "mpi4py"), EARLY_OR_NOT)
 def test_a_rank_that_exits_ends_the_job(launcher: Launcher, mpi4py: str) -> None:
     """A20: sys.exit(3) on one rank leaves the others nobody to wait for."""
     result = run(launcher, 2, "exit", mpi4py)

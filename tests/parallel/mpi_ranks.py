@@ -151,14 +151,14 @@ def _script(balancer: Any, plans: dict[int, list[int]]) -> None:
 
     windows, current = [0], [balancer.plan]
 
-    def decide(_windows: Any, drawn: Any, _share: float) -> dict[str, Any]:
+    def decide(_windows: Any, reports: Any, *_: Any) -> dict[str, Any]:
         windows[0] += 1
         sizes = plans.get(windows[0])
         if sizes is not None:
             current[0] = Plan(current[0].version + 1, tuple(sizes), "scripted")
         return {
             "plan": current[0].to_dict(),
-            "effective": list(max(tuple(one) for one in drawn)),
+            "effective": list(max(tuple(one["drawn"]) for one in reports)),
             "reason": "scripted",
         }
 

@@ -87,12 +87,12 @@ def script_plans(balancer: Any, splits: Sequence[Sequence[int]], draws_later: in
     waiting = list(splits)
     current = [balancer.plan]
 
-    def decide(windows: object, drawn: Sequence[Sequence[int]], share: float) -> dict[str, Any]:
+    def decide(windows: object, reports: Sequence[Any], *_: Any) -> dict[str, Any]:
         reason = "kept: the script has ended"
         if waiting:
             reason = "scripted"
             current[0] = Plan(current[0].version + 1, tuple(waiting.pop(0)), reason)
-        first, second = max((one[0], one[1]) for one in drawn)
+        first, second = max(tuple(one["drawn"]) for one in reports)
         return {
             "plan": current[0].to_dict(),
             "effective": [first, second + draws_later],

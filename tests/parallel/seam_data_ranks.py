@@ -104,23 +104,25 @@ def batch_normalisation_gets_two_samples() -> None:
         data = data_of(samples)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        balancer = balancer_of(32, window_steps=1)
+        balancer = balancer_of(32, window_steps=1, min_interval_windows=1)
         _as_if_slow(balancer, 200.0)
         optimizer = wrap(model, sgd(model), balancer=balancer)
         sizes = []
         loader = balancer.data_loader(data, shuffle=True)
-        for _ in range(4):
+        for _ in range(8):
             for _, x, y in loader:
                 train(model, optimizer, [0], lambda _, batch=(x, y): batch)
                 sizes.append(len(x))
         assert balancer.plan.local_batches == (30, 2), balancer.plan
         assert min(itertools.chain(*gather(sizes))) >= 2
         check_same_on_all_ranks(p for p in model.parameters())
-    lower = balancer_of(32, window_steps=1, min_local_batch=1)
+    lower = balancer_of(32, window_steps=1, min_interval_windows=1, min_local_batch=1)
     _as_if_slow(lower, 200.0)
     if hvd.rank() == 0:
-        for _ in range(4):
-            plan = lower.decide(None, [[0, 0], [0, 0]], 1.0)["plan"]
+        for _ in range(8):
+            decision = lower.decide(None, [lower.report()] * 2, (1.0,), None)
+            lower.schedule.install(het.Plan.from_dict(decision["plan"]), (0, 0))
+            plan = decision["plan"]
         assert plan["local_batches"] == [31, 1], plan
     with raises(ValueError, "more than 1 value per channel"):
         model(torch.zeros(1, 6, dtype=torch.float64))

@@ -268,8 +268,8 @@ def scripted_plans(balancer: Any, plans: Sequence[Sequence[int]], delay: int = 0
     """
     remaining = list(plans)
 
-    def decide(windows: Any, drawn: Sequence[Sequence[int]], last_bucket_share: float) -> Any:
-        first, second = max((int(one[0]), int(one[1])) for one in drawn)
+    def decide(windows: Any, reports: Sequence[Any], *_: Any) -> Any:
+        first, second = max((int(x), int(y)) for x, y in (one["drawn"] for one in reports))
         latest = balancer.plan
         plan = latest
         if remaining:

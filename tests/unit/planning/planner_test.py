@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 
 import numpy as np
 import pytest
 
+from hvd_hetero.balance.memory import MemoryUse
 from hvd_hetero.balance.optperf import Bounds
 from hvd_hetero.balance.timing import StepTiming, WindowTiming, summarise
 from hvd_hetero.errors import ConfigurationError, InfeasibleBatchError, RankMismatchError
-from hvd_hetero.planning.planner import PlannerConfig, PlannerState, advance, first_plan
+from hvd_hetero.planning.exchange_view import ExchangeView
+from hvd_hetero.planning.planner import (
+    PlannerConfig,
+    PlannerState,
+    advance,
+    first_plan,
+)
+from hvd_hetero.planning.prediction import predict
 
 WINDOW_STEPS = 10
 
@@ -26,8 +36,8 @@ class Cluster:
         self.exchange = (0.01, 0.005)
 
     @property
-    def share(self) -> float:
-        return self.exchange[1] / sum(self.exchange)
+    def shares(self) -> list[float]:
+        return [part / sum(self.exchange) for part in self.exchange]
 
     def windows(self, batches: tuple[int, ...]) -> list[WindowTiming]:
         steps: list[list[StepTiming]] = [[] for _ in batches]
@@ -47,7 +57,7 @@ class Cluster:
         states = [state or PlannerState(first_plan(config, len(self.slopes)))]
         for _ in range(windows):
             batches = states[-1].plan.local_batches
-            states.append(advance(config, states[-1], self.windows(batches), self.share))
+            states.append(advance(config, states[-1], self.windows(batches), self.shares))
         return states
 
 
@@ -182,9 +192,9 @@ def test_a_plan_not_timed_yet_is_given_one_window() -> None:
     changed = cluster.run(spec, 1)[-1]
     assert changed.plan.version == 1
     old = cluster.windows((32, 32))
-    waiting = advance(spec, changed, old, cluster.share)
+    waiting = advance(spec, changed, old, cluster.shares)
     assert waiting.plan == changed.plan and "has not been timed" in waiting.reason
-    assert "has not been timed" not in advance(spec, waiting, old, cluster.share).reason
+    assert "has not been timed" not in advance(spec, waiting, old, cluster.shares).reason
 
 
 def test_advance_is_pure() -> None:
@@ -192,8 +202,8 @@ def test_advance_is_pure() -> None:
     state = PlannerState(first_plan(spec, 2))
     copy = dataclasses.replace(state)
     windows = cluster.windows((32, 32))
-    first = advance(spec, state, windows, 0.3)
-    assert state == copy and advance(spec, state, windows, 0.3) == first
+    first = advance(spec, state, windows, [0.7, 0.3])
+    assert state == copy and advance(spec, state, windows, [0.7, 0.3]) == first
 
 
 def test_malformed() -> None:
@@ -213,3 +223,125 @@ def test_malformed() -> None:
         spec = config(2, 16)
         windows = Cluster([1e-3, 1e-3]).windows((8, 8))
         advance(spec, PlannerState(first_plan(spec, 2)), windows[:1], 0.5)
+
+
+class Restless(Cluster):
+    """Other work on the machine: a whole window of a rank is slower or faster."""
+
+    between = 0.1
+
+    def windows(self, batches: tuple[int, ...]) -> list[WindowTiming]:
+        quiet = self.slopes
+        self.slopes = quiet * np.exp(self.between * self.rng.standard_normal(len(quiet)))
+        try:
+            return super().windows(batches)
+        finally:
+            self.slopes = quiet
+
+
+def test_noise_between_windows_is_not_chased() -> None:
+    """S41, A17: the median of a window wanders by 10 %, though its steps agree."""
+    changes = []
+    for seed in range(20):
+        states = Restless([1e-3] * 4, noise=0.02, seed=seed).run(config(4, 256), 50)
+        changes.append(states[-1].plan.version)
+    assert np.mean(changes) < 4  # 15 where only the noise within windows counts
+
+
+def test_evidence_adds_up_over_windows() -> None:
+    """A gain of 8 % that the noise of one window hides is taken after a few that all show it."""
+    taken = []
+    for seed in range(20):
+        cluster = Cluster([1e-3, 1e-3, 1e-3, 1.12e-3], noise=0.1, seed=seed)
+        states = cluster.run(config(4, 256), 30)
+        taken.append(states[-1].plan.version > 0)
+        asking = [state.asking for state in states]
+        assert all(b in (0, a + 1) for a, b in itertools.pairwise(asking))
+    assert np.mean(taken) >= 0.9
+
+
+def test_plans_stay_for_the_minimum_interval() -> None:
+    """A17: min_interval_windows holds but for the start and real changes."""
+    for seed in range(10):
+        cluster = Restless([1e-3, 2e-3, 2e-3, 4e-3], noise=0.1, seed=seed)
+        states = cluster.run(config(4, 256, min_gain=0.0, min_interval_windows=5), 60)
+        for before, after in itertools.pairwise(states):
+            if after.plan.version > before.plan.version and not after.learning:
+                assert before.windows_since_change + 1 >= 5
+    slow = Cluster([1e-3, 1e-3], noise=0.0)
+    state = slow.run(config(2, 64, min_interval_windows=1000), 5)[-1]
+    slow.slopes[0] *= 3
+    assert slow.run(config(2, 64, min_interval_windows=1000), 1, state)[-1].plan.version == 1
+
+
+def test_a_change_is_predicted_and_then_measured() -> None:
+    cluster = Cluster([1e-3, 3e-3], noise=0.0)
+    states = cluster.run(config(2, 64), 4)
+    change = next(state for state in states if state.plan.version == 1)
+    assert change.effect is not None
+    assert change.effect.measured_seconds is None
+    assert change.effect.predicted_seconds == change.plan.predicted_step_seconds
+    later = states[states.index(change) + 1].effect
+    measured = cluster.windows(change.plan.local_batches)[0].step_seconds
+    if later is not None and later.version == 1:
+        assert later.measured_seconds == pytest.approx(measured)
+        assert later.before_seconds == pytest.approx(cluster.windows((32, 32))[0].step_seconds)
+        assert "before" in str(later)
+        assert "measured" in str(later)
+
+
+def test_predictions_of_any_split() -> None:
+    cluster = Cluster([1e-3, 2e-3], noise=0.0)
+    states = cluster.run(config(2, 96), 5)
+    assert predict(states[0], (48, 48)) is None  # not known yet
+    for batches in ((48, 48), (60, 36), (64, 32)):
+        known = predict(states[-1], batches)
+        assert known is not None
+        measured = cluster.windows(batches)[0].step_seconds
+        assert known.seconds == pytest.approx(measured, rel=0.07)
+    near, far = predict(states[-1], (60, 36)), predict(states[-1], (4000, 36))
+    assert near is not None
+    assert far is not None
+    assert near.relative_error < 0.05 < far.relative_error
+
+
+def test_memory_limits_the_growth_of_a_batch() -> None:
+    """S43: the fast rank has room for 40 samples; it gets there in steps and stays."""
+    cluster = Cluster([1e-3, 9e-3], noise=0.0)
+    state = PlannerState(first_plan(config(2, 48), 2))
+    seen = [24]
+    for _ in range(8):
+        batches = state.plan.local_batches
+        seen.append(batches[0])
+        uses = [MemoryUse(10 + 2 * max(seen), 100), None]
+        state = advance(config(2, 48), state, cluster.windows(batches), cluster.shares, memory=uses)
+    assert seen[-1] == 40
+    assert all(10 + 2 * batch <= 90 for batch in seen)
+    assert all(b <= 1.5 * a for a, b in itertools.pairwise(seen))
+    assert "memory limits rank 0" in state.plan.reason
+
+
+def test_the_exchange_changes_with_the_compression() -> None:
+    """T_o and T_u of the next exchange by the cost model's ratio; measured ones begin anew."""
+    cluster = Cluster([1e-3, 1e-3], noise=0.0)
+    state = cluster.run(config(2, 64), 3)[-1]
+    assert state.exchange_seconds == pytest.approx(cluster.exchange)
+    view = ExchangeView("dense", "CF 10", {"dense": (0.02, 0.01), "CF 10": (0.002, 0.001)})
+    assert view.expected((0.01, 0.005)) == pytest.approx((0.001, 0.0005))
+    assert ExchangeView("dense", "CF 10").expected((0.01, 0.005)) == (0.01, 0.005)
+    cluster.exchange = (0.001, 0.0005)
+    state = advance(
+        config(2, 64),
+        state,
+        cluster.windows(state.plan.local_batches),
+        cluster.shares,
+        exchange=ExchangeView("CF 10", "CF 10"),
+    )
+    assert state.exchange_seconds == pytest.approx(cluster.exchange)
+    assert state.learning == 3
+
+
+def test_a_state_survives_the_checkpoint() -> None:
+    cluster = Cluster([1e-3, 3e-3], noise=0.1)
+    for state in cluster.run(config(2, 64), 5):
+        assert PlannerState.from_dict(json.loads(json.dumps(state.to_dict()))) == state

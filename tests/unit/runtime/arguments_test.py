@@ -152,6 +152,7 @@ BALANCER = {
     "fixed_local_batches": (8, "8", [4, 4], [0], [8.0], [-8], []),
     "window_steps": (*NOT_WHOLE, 0),
     "min_gain": ("0", -0.1, 1.0, 2, NAN, None, True),
+    "min_interval_windows": ("3", -1, 1.5, None, True),
     "seed": (*NOT_WHOLE, -1),
     "profile": (5, True, ["a"], ""),
     "exchange_timeout_seconds": NOT_POSITIVE,

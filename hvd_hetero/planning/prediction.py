@@ -1,0 +1,71 @@
+"""What is known of the ranks, and what a step takes by it under any split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_hetero.balance.lines import Line, RankModel
+from hvd_hetero.balance.optperf import step_seconds
+from hvd_hetero.planning.planner_state import PlannerState
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step under some plan, and their relative standard error."""
+
+    seconds: float
+    relative_error: float
+
+
+def models_of(state: PlannerState) -> tuple[list[RankModel] | None, str]:
+    """Models of all ranks and what they rest on; None when a rank has no timing at all.
+
+    Done seconds are with the compression's own, as in the newest window.
+    """
+    estimates = [fit.estimate() for fit in state.fits]
+    known = [estimate for estimate in estimates if estimate is not None]
+    if len(known) < len(estimates):
+        return None, ""
+    extra = [0.0 if fit.latest is None else fit.latest.compress_seconds for fit in state.fits]
+    if any(fit.model() is not None for fit in state.fits):
+        return [
+            RankModel(model.ready, Line(model.done.slope_seconds, model.done.intercept_seconds + c))
+            for model, c in zip(known, extra, strict=True)
+        ], "OptPerf"
+    # One size each says nothing of fixed costs: straight through the origin.
+    through = []
+    for fit, compress in zip(state.fits, extra, strict=True):
+        point = fit.points[0]
+        ready, done = point.ready_seconds / point.batch, point.done_seconds / point.batch
+        through.append(RankModel(Line(ready, 0.0), Line(done, compress)))
+    return through, "in proportion to speed"
+
+
+def step_of(
+    models: Sequence[RankModel], batches: Sequence[int], times: tuple[float, float]
+) -> tuple[float, int]:
+    """Return the seconds of a step, and the rank that it waits for."""
+    overlapped, final = times
+    pairs = list(zip(models, batches, strict=True))
+    slowest = max(
+        range(len(pairs)),
+        key=lambda rank: max(
+            pairs[rank][0].done(pairs[rank][1]), pairs[rank][0].ready(pairs[rank][1]) + overlapped
+        ),
+    )
+    return step_seconds(models, batches, overlapped, final), slowest
+
+
+def predict(state: PlannerState, local_batches: Sequence[int]) -> Prediction | None:
+    """Return what a step would take under any plan; None: not known yet.
+
+    Known is a step once every rank has been timed, with its batch of today or any other.
+    local_batches: samples of each rank, in rank order. The error is that of the rank waited for.
+    """
+    models, _ = models_of(state)
+    if models is None or state.exchange_seconds is None:
+        return None
+    seconds, slowest = step_of(models, local_batches, state.exchange_seconds)
+    fit = state.fits[slowest]
+    return Prediction(seconds, fit.relative_error(local_batches[slowest]))
