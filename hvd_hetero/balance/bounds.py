@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 from hvd_hetero.errors import ConfigurationError, InfeasibleBatchError, check_int
 
+DEFAULT_MINIMUM = 2  # batch normalisation in training refuses a single sample
+
 
 @dataclass(frozen=True)
 class Bounds:
     """Smallest and largest local batch of each rank, in samples, in rank order.
+
+    ``floor``: the smallest where there are too few samples for ``lower``, as at the end of an
+    epoch; () where ``lower`` must hold there too.
 
     Raises ConfigurationError if the lengths differ, there is no rank, a lower bound is below 1
     (no rank may ever be without samples), or a lower bound is above its upper bound.
@@ -18,6 +23,7 @@ class Bounds:
 
     lower: tuple[int, ...]
     upper: tuple[int, ...]
+    floor: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lower = tuple(check_int(f"lower[{i}]", x, minimum=1) for i, x in enumerate(self.lower))
@@ -33,8 +39,15 @@ class Bounds:
                     f"rank {rank}: minimum local batch {low} is above its maximum {high}; "
                     "lower the minimum or raise the maximum"
                 )
+        floor = tuple(check_int(f"floor[{i}]", x, minimum=1) for i, x in enumerate(self.floor))
+        floor = floor or lower
+        if len(floor) != len(lower) or any(a > b for a, b in zip(floor, lower, strict=True)):
+            raise ConfigurationError(
+                f"floor={floor}: give one number for each rank, none above its minimum {lower}"
+            )
         object.__setattr__(self, "lower", lower)
         object.__setattr__(self, "upper", upper)
+        object.__setattr__(self, "floor", floor)
 
     @property
     def ranks(self) -> int:
@@ -46,22 +59,31 @@ class Bounds:
         cls,
         ranks: int,
         global_batch_size: int,
-        minimum: int | Sequence[int] = 1,
+        minimum: int | Sequence[int] | None = 1,
         maximum: int | Sequence[int] | None = None,
     ) -> Bounds:
         """Return the bounds of ``ranks`` ranks that share ``global_batch_size`` samples.
 
         minimum, maximum: one number for all ranks, or one for each in rank order; without a
-        maximum a rank may take the whole global batch.
+        maximum a rank may take the whole global batch. Minimum None: 2 where there are several
+        ranks and two samples for each, and where the maximum allows it, else 1; 1 too in batches
+        that have too few samples.
         Raises ConfigurationError for malformed values, InfeasibleBatchError when no split fits.
         """
         ranks = check_int("ranks", ranks, minimum=1)
         global_batch_size = check_int("global_batch_size", global_batch_size, minimum=1)
-        lower = _per_rank("min_local_batch", minimum, ranks)
         upper = _per_rank("max_local_batch", maximum, ranks) if maximum is not None else None
+        floor: tuple[int, ...] = ()
+        if minimum is None:
+            enough = ranks > 1 and global_batch_size >= DEFAULT_MINIMUM * ranks
+            least = DEFAULT_MINIMUM if enough else 1
+            lower = tuple(min(least, most) for most in upper or (least,) * ranks)
+            floor = (1,) * ranks
+        else:
+            lower = _per_rank("min_local_batch", minimum, ranks)
         if upper is None:
             upper = tuple(max(low, global_batch_size) for low in lower)
-        bounds = cls(lower, upper)
+        bounds = cls(lower, upper, floor)
         check_total("global_batch_size", global_batch_size, bounds.lower, bounds.upper)
         return bounds
 

@@ -32,8 +32,7 @@ Loading = Callable[[], AbstractContextManager[None]]
 
 _REFUSED = {
     "batch_size": "local batch sizes come from the plan: set global_batch_size of the Balancer",
-    "sampler": "the Balancer decides which samples a rank gets; for an order of your own wrap the "
-    "data set, or use Balancer.set_batch with a loader of your own",
+    "sampler": "it belongs to the batch sampler: pass it to Balancer.data_loader",
     "batch_sampler": "the loader has its own batch sampler; to use another one, build a plain "
     "DataLoader and call Balancer.set_batch for every batch",
     "shuffle": "it belongs to the batch sampler: pass it to Balancer.data_loader",
@@ -68,8 +67,9 @@ class HeteroDataLoader(DataLoader[T_co]):
     """``DataLoader`` over a map-style data set whose local batch sizes follow the plan.
 
     Before a batch is handed out, ``on_yield`` gets its :class:`LocalBatch`; it gets None when a
-    pass begins and when it ends, as then there is no current batch. Waiting for a batch happens in
-    the context ``loading()``. The remaining arguments are
+    pass begins and when it ends, as then there is no current batch. ``on_batch`` gets the batch
+    itself, after its ticket. Waiting for a batch happens in the context ``loading()``. The
+    remaining arguments are
     those of ``DataLoader`` without ``batch_size``, ``shuffle``, ``sampler``, ``batch_sampler`` and
     ``drop_last``. Two differences: with workers the default ``multiprocessing_context`` is
     "forkserver", as a forked copy of a process that runs MPI may hang or crash; and
@@ -86,6 +86,7 @@ class HeteroDataLoader(DataLoader[T_co]):
         /,  # a user's batch_sampler=... is one of the options, to be refused with a reason
         *,
         on_yield: OnYield,
+        on_batch: Callable[[Any], None] | None = None,
         loading: Loading = nullcontext,
         **dataloader_options: Any,
     ) -> None:
@@ -99,6 +100,7 @@ class HeteroDataLoader(DataLoader[T_co]):
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
         self._hetero_sampler = batch_sampler
         self._on_yield = on_yield
+        self._on_batch = on_batch
         self._loading = loading
 
     def set_epoch(self, epoch: int) -> None:
@@ -121,7 +123,13 @@ class HeteroDataLoader(DataLoader[T_co]):
                     ) from error
                 raise
         return _TicketIterator(
-            batches, self._hetero_sampler.schedule, number, tickets, self._on_yield, self._loading
+            batches,
+            self._hetero_sampler.schedule,
+            number,
+            tickets,
+            self._on_yield,
+            self._on_batch,
+            self._loading,
         )
 
 
@@ -135,6 +143,7 @@ class _TicketIterator(Generic[T_co]):
         number: int,
         tickets: deque[LocalBatch],
         on_yield: OnYield,
+        on_batch: Callable[[Any], None] | None,
         loading: Loading,
     ) -> None:
         self._batches = batches
@@ -142,6 +151,7 @@ class _TicketIterator(Generic[T_co]):
         self._pass = number
         self._tickets = tickets
         self._on_yield = on_yield
+        self._on_batch = on_batch
         self._loading = loading
         self._failure: str | None = None
 
@@ -171,6 +181,12 @@ class _TicketIterator(Generic[T_co]):
             self._failure = f"{type(error).__name__}: {error}"
             raise
         self._on_yield(self._tickets.popleft())
+        if self._on_batch is not None:
+            try:
+                self._on_batch(batch)
+            except BaseException as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                raise
         return batch
 
 

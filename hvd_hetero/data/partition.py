@@ -54,28 +54,37 @@ class LocalBatch:
 
 
 def next_global_batch(
-    remaining: int, global_batch_size: int, min_total: int, drop_last: bool
+    remaining: int, global_batch_size: int, bounds: Bounds, drop_last: bool
 ) -> int:
     """Samples of the next global batch when ``remaining`` samples of the epoch are left.
 
-    0 ends the epoch. ``min_total`` is the sum of the ranks' lower bounds: a smaller global batch
-    would leave some rank without its minimum. When the samples left after a full batch would be
-    too few, the full batch and the rest are split evenly in two; when the halves would be too
-    small as well, everything goes into one batch of less than
-    ``global_batch_size + min_total`` samples.
+    0 ends the epoch. A global batch below the sum of the lower bounds would leave some rank
+    without its minimum. When the samples left after a full batch would be too few, the full batch
+    and the rest are split evenly in two; when the halves would be too small as well, everything
+    goes into one batch. Where the lower bounds cannot be met so, ``bounds.floor`` takes their
+    place.
 
-    Raises InfeasibleBatchError when ``remaining`` itself is above 0 and below ``min_total``,
-    which :func:`check_feasible` rules out for a whole epoch.
+    Raises InfeasibleBatchError when ``remaining`` itself is above 0 and too small, which
+    :func:`check_feasible` rules out for a whole epoch.
     """
     if drop_last:
         return global_batch_size if remaining >= global_batch_size else 0
     if remaining <= 0:
         return 0
-    if remaining < min_total:
+    floor, largest = sum(bounds.floor), max(global_batch_size, sum(bounds.upper))
+    if remaining < floor:
         raise InfeasibleBatchError(
             f"{remaining} samples are left in the epoch, the ranks' minimum batches need "
-            f"{min_total}: set drop_last=True or lower the minimum local batch"
+            f"{floor}: set drop_last=True or lower the minimum local batch"
         )
+    samples = _next_above(remaining, global_batch_size, sum(bounds.lower))
+    if samples > largest:
+        samples = _next_above(remaining, global_batch_size, floor)
+    return samples
+
+
+def _next_above(remaining: int, global_batch_size: int, min_total: int) -> int:
+    """The next global batch such that neither it nor what is left is below ``min_total``."""
     if remaining < global_batch_size:
         return remaining
     left = remaining - global_batch_size
@@ -85,13 +94,13 @@ def next_global_batch(
 
 
 def count_batches(
-    dataset_samples: int, global_batch_size: int, min_total: int, drop_last: bool
+    dataset_samples: int, global_batch_size: int, bounds: Bounds, drop_last: bool
 ) -> int:
     """Global batches of one epoch, the same on every rank."""
     # While two full batches or more are left, the next one is full.
     count = max(0, dataset_samples // global_batch_size - 1)
     remaining = dataset_samples - count * global_batch_size
-    while samples := next_global_batch(remaining, global_batch_size, min_total, drop_last):
+    while samples := next_global_batch(remaining, global_batch_size, bounds, drop_last):
         count += 1
         remaining -= samples
     return count
@@ -105,12 +114,12 @@ def check_feasible(
     Raised when the data set has fewer samples than the ranks' minimum batches need, when
     ``drop_last`` would drop all of it, and when the last batch would exceed the upper bounds.
     """
-    min_total, max_total = sum(bounds.lower), sum(bounds.upper)
+    min_total, max_total = sum(bounds.floor), sum(bounds.upper)
     ranks = len(bounds.lower)
     if dataset_samples < min_total:
         raise InfeasibleBatchError(
             f"the data set has {dataset_samples} samples, {ranks} ranks need at least {min_total} "
-            f"in a step (minimum local batches {_short(bounds.lower)}): use a larger data set, "
+            f"in a step (minimum local batches {_short(bounds.floor)}): use a larger data set, "
             "fewer ranks or a smaller minimum local batch"
         )
     if drop_last and dataset_samples < global_batch_size:
@@ -122,7 +131,7 @@ def check_feasible(
     rest = dataset_samples % global_batch_size
     if drop_last or dataset_samples < global_batch_size or rest == 0:
         return
-    last = next_global_batch(global_batch_size + rest, global_batch_size, min_total, drop_last)
+    last = next_global_batch(global_batch_size + rest, global_batch_size, bounds, drop_last)
     if last > max_total:
         raise InfeasibleBatchError(
             f"the last {rest} of {dataset_samples} samples are fewer than the {min_total} that "
@@ -141,7 +150,8 @@ def local_sizes(plan: Plan, bounds: Bounds, global_samples: int) -> tuple[int, .
     """
     if global_samples == plan.global_batch_size:
         return plan.local_batches
-    return apportion(global_samples, plan.local_batches, bounds.lower, bounds.upper)
+    least = bounds.lower if global_samples >= sum(bounds.lower) else bounds.floor
+    return apportion(global_samples, plan.local_batches, least, bounds.upper)
 
 
 def local_batch(
@@ -171,10 +181,13 @@ def epoch_order(dataset_samples: int, seed: int, epoch: int, shuffle: bool) -> t
     """
     if not shuffle:
         return range(dataset_samples)
-    # Mixed, not added, so that (seed 0, epoch 1) and (seed 1, epoch 0) are different orders.
-    mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(mixed))
+    generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
     return torch.randperm(dataset_samples, generator=generator)
+
+
+def mixed_seed(seed: int, epoch: int) -> int:
+    """Return a seed for ``epoch``: mixed, not added, so that (0, 1) and (1, 0) are different."""
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
 
 
 def evaluation_share(dataset_samples: int, shares: Sequence[int], rank: int) -> range:

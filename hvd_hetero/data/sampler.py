@@ -6,10 +6,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch.utils.data import Sampler
 
 from hvd_hetero.balance.optperf import Bounds
+from hvd_hetero.data.order import ONE_ORDER, SamplerOrder, checksum
 from hvd_hetero.data.partition import (
     LocalBatch,
     check_feasible,
@@ -22,15 +25,30 @@ from hvd_hetero.data.schedule import Cursor, PlanSchedule
 from hvd_hetero.errors import ConfigurationError, check_bool, check_int
 
 
+class Place(NamedTuple):
+    """Where training stands in the data.
+
+    epoch: and of it, used_samples. cursor: of the next draw, (pass, step). order_checksum: of the
+    order in which those samples were taken, where a sampler of the user's gave it.
+    """
+
+    epoch: int = 0
+    used_samples: int = 0
+    cursor: Cursor = (0, 0)
+    order_checksum: int | None = None
+
+
 @dataclass(frozen=True)
 class _Pass:
     """One pass over the data: its number, its first step and the samples before that, which earlier
-    jobs have used, its epoch, and where its tickets go (None: nowhere)."""
+    jobs have used, with the checksum of the order they came in, its epoch, and where its tickets go
+    (None: nowhere)."""
 
     number: int
     first_step: int
     epoch: int
     used_samples: int
+    used_checksum: int | None
     tickets: deque[LocalBatch] | None
 
 
@@ -42,7 +60,8 @@ class HeteroBatchSampler(Sampler[list[int]]):
     nobody but the sampler, and the training loop has to call ``Balancer.set_batch``.
 
     The order of a shuffled epoch follows from ``seed`` and the epoch given to :meth:`set_epoch`;
-    until that is called, every pass over the data counts as the next epoch.
+    until that is called, every pass over the data counts as the next epoch. ``order``: a sampler of
+    the user's, which gives the order of an epoch in place of that.
 
     Raises ConfigurationError for wrong values, InfeasibleBatchError (one of these) when the data
     set cannot be cut into batches within ``bounds``.
@@ -58,19 +77,27 @@ class HeteroBatchSampler(Sampler[list[int]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        order: SamplerOrder | None = None,
     ) -> None:
         self.dataset_samples = check_int("dataset_samples", dataset_samples, minimum=0)
         self.rank = check_int("rank", rank, minimum=0, maximum=len(bounds.lower) - 1)
         self.shuffle = check_bool("shuffle", shuffle)
         self.seed = check_int("seed", seed, minimum=0)
         self.drop_last = check_bool("drop_last", drop_last)
+        if order is not None and self.shuffle:
+            raise ConfigurationError(
+                f"shuffle=True together with sampler={order.kind}: the sampler gives the order; "
+                "leave one of the two out"
+            )
         self.schedule = schedule
         self.bounds = bounds
-        self._min_total = sum(bounds.lower)
+        self.order = order
+        self.epoch_samples = self.dataset_samples if order is None else order.samples
+        self.drawn_order: tuple[int, int, int] | None = None  # (pass, epoch, checksum) with order
         self._epoch: int | None = None
         self._first_epoch = 0
         self._first_pass = 0
-        self._resumed: tuple[int, int] | None = None  # epoch, samples of it used before
+        self._resumed: Place | None = None
         self._opened: _Pass | None = None
         plan = schedule.latest
         if len(plan.local_batches) != len(bounds.lower):
@@ -78,35 +105,35 @@ class HeteroBatchSampler(Sampler[list[int]]):
                 f"the plan has {len(plan.local_batches)} ranks, the bounds have "
                 f"{len(bounds.lower)}: build both for the same ranks"
             )
-        check_feasible(self.dataset_samples, plan.global_batch_size, bounds, self.drop_last)
+        check_feasible(self.epoch_samples, plan.global_batch_size, bounds, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the passes that begin from now on; the same on every rank."""
         self._epoch = check_int("epoch", epoch, minimum=0)
 
-    def resume(self, epoch: int, used_samples: int, cursor: Cursor = (0, 0)) -> None:
-        """Go on in ``epoch`` after its first ``used_samples``, with the pass that begins next.
+    def resume(self, place: Place) -> None:
+        """Go on in an epoch after the samples of it that were used, with the pass that begins next.
 
         A pass over another epoch, chosen by :meth:`set_epoch`, begins at its start. The order of
         an epoch does not depend on the ranks, so their number may have changed. Passes and batches
-        are counted on from ``cursor``.
+        are counted on from the cursor.
 
         Raises:
             ConfigurationError: passes have begun already, or a value is out of range.
             InfeasibleBatchError: fewer samples are left than all ranks need at least.
         """
-        first_epoch = check_int("epoch", epoch, minimum=0)
-        used = check_int("used_samples", used_samples, minimum=0, maximum=self.dataset_samples)
+        check_int("epoch", place.epoch, minimum=0)
+        used = check_int("used_samples", place.used_samples, minimum=0, maximum=self.epoch_samples)
         size = self.schedule.latest.global_batch_size
-        next_global_batch(self.dataset_samples - used, size, self._min_total, self.drop_last)
-        self.schedule.go_on_from(cursor)
-        self._first_epoch, self._first_pass = first_epoch, cursor[0]
-        self._resumed = first_epoch, used
+        next_global_batch(self.epoch_samples - used, size, self.bounds, self.drop_last)
+        self.schedule.go_on_from(place.cursor)
+        self._first_epoch, self._first_pass = place.epoch, place.cursor[0]
+        self._resumed = place
 
     def __len__(self) -> int:
         """Global batches, hence steps, of one epoch under the newest plan's global batch size."""
         size = self.schedule.latest.global_batch_size
-        return count_batches(self.dataset_samples, size, self._min_total, self.drop_last)
+        return count_batches(self.epoch_samples, size, self.bounds, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         # torch's loader calls iter() twice when it has workers, and draws from one of the two:
@@ -123,27 +150,42 @@ class HeteroBatchSampler(Sampler[list[int]]):
             self._opened = None
 
     def _begin(self, tickets: deque[LocalBatch] | None) -> _Pass:
-        resumed, used = self._resumed or (None, 0)
-        goes_on = resumed is not None and self._epoch in (None, resumed)
+        place, self._resumed = self._resumed, None
+        goes_on = place is not None and self._epoch in (None, place.epoch)
         number, first_step = self.schedule.begin_pass(goes_on=goes_on)
-        self._resumed = None
         epoch = self._first_epoch + number - self._first_pass
         if self._epoch is not None:
             epoch = self._epoch
-        return _Pass(number, first_step, epoch, used if goes_on else 0, tickets)
+        if place is None or not goes_on:
+            return _Pass(number, first_step, epoch, 0, None, tickets)
+        return _Pass(number, first_step, epoch, place.used_samples, place.order_checksum, tickets)
+
+    def _order_of(self, this: _Pass) -> torch.Tensor | range:
+        if self.order is None:
+            return epoch_order(self.dataset_samples, self.seed, this.epoch, self.shuffle)
+        order = self.order.draw(this.epoch)
+        found = checksum(order)
+        if this.used_checksum not in (None, found):
+            raise ConfigurationError(
+                f"sampler={self.order.kind}: it gives another order of epoch {this.epoch} than in "
+                "the job that was saved in the middle of it, as its order follows from more than "
+                f"the epoch. {ONE_ORDER}; or begin the next epoch"
+            )
+        self.drawn_order = this.number, this.epoch, found
+        return order
 
     def _draw(self, opened: _Pass | None) -> Iterator[list[int]]:
         this = opened or self._begin(None)
-        order = epoch_order(self.dataset_samples, self.seed, this.epoch, self.shuffle)
+        order = self._order_of(this)
         step, position = this.first_step, this.used_samples
         while True:
             # Drawn also where the epoch ends: that there is no further batch is decided under this
             # plan, and a later plan must not reverse it on a rank that is behind.
             plan = self.schedule.draw((this.number, step))
             samples = next_global_batch(
-                self.dataset_samples - position,
+                self.epoch_samples - position,
                 plan.global_batch_size,
-                self._min_total,
+                self.bounds,
                 self.drop_last,
             )
             if samples == 0:

@@ -39,7 +39,9 @@ class InPlaceExchange:
             message = gradient.to_dense()
         if not message.is_contiguous():
             message = message.contiguous()
-        if factor != 1.0:
+        if factor == 0.0:
+            message.zero_()  # of a mean over nothing, NaN as a rule: 0 * NaN would be NaN
+        elif factor != 1.0:
             message.mul_(factor)
         if message is not gradient:
             self._copies.append((gradient, message))

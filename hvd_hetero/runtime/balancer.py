@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +18,11 @@ from hvd_hetero.balance.memory import MemoryUse
 from hvd_hetero.balance.optperf import Bounds
 from hvd_hetero.balance.timing import WindowTiming
 from hvd_hetero.data.loader import HeteroBatchSampler, HeteroDataLoader, dataset_length
+from hvd_hetero.data.order import ONE_ORDER, SamplerOrder
 from hvd_hetero.data.partition import LocalBatch
+from hvd_hetero.data.sampler import Place
 from hvd_hetero.data.schedule import Cursor, PlanSchedule
-from hvd_hetero.errors import (
-    BatchAccountingError,
-    ConfigurationError,
-    check_float,
-    check_int,
-)
+from hvd_hetero.errors import ConfigurationError, check_float, check_int
 from hvd_hetero.planning.exchange_view import ExchangeView
 from hvd_hetero.planning.plan import Plan
 from hvd_hetero.planning.planner import (
@@ -37,7 +34,7 @@ from hvd_hetero.planning.planner import (
 )
 from hvd_hetero.planning.prediction import Prediction, predict
 from hvd_hetero.runtime.agreement import CollectivesChannel, Message, verify_alike
-from hvd_hetero.runtime.clock import wait_until
+from hvd_hetero.runtime.batches import Batch, BatchBook
 from hvd_hetero.runtime.collectives import connect
 from hvd_hetero.runtime.memory import explain_out_of_memory, memory_use
 from hvd_hetero.runtime.profile_file import ProfileFile
@@ -57,6 +54,10 @@ class Balancer:
     Args:
         global_batch_size: samples of one backward pass over all ranks; stays constant.
         min_local_batch: lower bound of a rank's samples, for all ranks or one for each, at least 1.
+            None: 2 on more than one rank, as batch normalisation in training refuses a single
+            sample; 1 where the global batch has no two samples for each rank, where
+            ``max_local_batch`` or ``fixed_local_batches`` say so, and in a last batch of an epoch
+            with fewer.
         max_local_batch: upper bound likewise; None for no bound.
         granule: local batch sizes are multiples of it, but for one rank that takes the rest.
         fixed_local_batches: fixed sizes, one for each rank, instead of learnt ones.
@@ -79,7 +80,7 @@ class Balancer:
         self,
         global_batch_size: int,
         *,
-        min_local_batch: int | Sequence[int] = 1,
+        min_local_batch: int | Sequence[int] | None = None,
         max_local_batch: int | Sequence[int] | None = None,
         granule: int = 1,
         fixed_local_batches: Sequence[int] | None = None,
@@ -98,15 +99,16 @@ class Balancer:
             "exchange_timeout_seconds", exchange_timeout_seconds, minimum=0, exclusive_minimum=True
         )
         total = check_int("global_batch_size", global_batch_size, minimum=1)
+        fixed = None
+        if fixed_local_batches is not None:
+            fixed = _sizes("fixed_local_batches", fixed_local_batches, ranks)
         self._config = PlannerConfig(
             global_batch_size=total,
-            bounds=Bounds.build(ranks, total, min_local_batch, max_local_batch),
+            bounds=_bounds(ranks, total, min_local_batch, max_local_batch, fixed),
             granule=granule,
             min_gain=min_gain,
             min_interval_windows=min_interval_windows,
-            fixed_local_batches=None
-            if fixed_local_batches is None
-            else _sizes("fixed_local_batches", fixed_local_batches, ranks),
+            fixed_local_batches=fixed,
         )
         self._name = f"hvd_hetero.balancer.{next(_counter)}"
         self._channel = CollectivesChannel(self._collectives, self._name, self._timeout_seconds)
@@ -121,17 +123,16 @@ class Balancer:
             self._state = self._profile.first_state(self._config)
         self._schedule = PlanSchedule(self._state.plan)
         self._sampler: HeteroBatchSampler | None = None
-        self._stated: tuple[float, float] | None = None  # by set_batch: own and global samples
-        self._yielded: tuple[float, float] | None = None  # by the loader, likewise
         self._optimizer_name: str | None = None
         self._device = torch.device("cpu")
         self._samples: int | None = None  # of the batch yielded last
         self._follows = False
         self.timer = StepTimer()
+        self._batches = BatchBook(self._collectives, self._name, self._timeout_seconds, self.timer)
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
-        # With that batch (epoch, samples of it used), and the cursor of the batch after it:
-        self._at: tuple[tuple[int, int], Cursor] | None = None
-        self._trained: tuple[tuple[int, int], Cursor] | None = None  # the same after the last step
+        self._at: Place | None = None  # with that batch
+        self._trained: Place | None = None  # the same after the last step
+        self._steps = 0
 
     # ---- what scripts use -----------------------------------------------------------------------
 
@@ -184,43 +185,70 @@ class Balancer:
         *,
         shuffle: bool = False,
         drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
+        weigh: Callable[[Any], float] | None = None,
         **dataloader_options: Any,
     ) -> HeteroDataLoader[Any]:
         """Return a ``torch.utils.data.DataLoader`` over this rank's share of a map-style data set.
 
         Every sample of an epoch is seen exactly once over all ranks (``drop_last`` leaves out what
-        does not fill a last global batch). Other arguments are those of ``DataLoader``. Call it on
-        all ranks, with the same data set.
+        does not fill a last global batch). Call it on all ranks, with the same data set.
+
+        Args:
+            sampler: a ``torch.utils.data.Sampler`` (or any iterable with a length) that gives the
+                order of an epoch over all ranks, with weights, as a subset, with repeats; every
+                global batch is cut from it. It runs with torch's default generator seeded by the
+                Balancer's ``seed`` and the epoch, alike on all ranks, and its ``set_epoch`` is
+                called if it has one. Ranks whose orders differ are told so after a step.
+            weigh: called with every batch on the main thread, says what its mean is taken over
+                where that is not its samples: valid tokens, labelled pixels; 0 on some ranks is
+                fine (their gradient then counts exactly 0, also where 0/0 made it NaN). Costs a
+                small allreduce for each batch.
+            dataloader_options: those of ``DataLoader``.
 
         Raises:
             ConfigurationError: options that cannot be combined with it, or a second loader.
             RankMismatchError: ranks gave different data set sizes or options.
         """
-        sampler = self._new_sampler(dataset_length(dataset), shuffle, drop_last)
+        if weigh is not None and not callable(weigh):
+            raise ConfigurationError(
+                f"weigh={weigh!r}: expected a function of a batch that returns what its mean is "
+                "taken over, as lambda batch: (batch[1] >= 0).sum()"
+            )
+        own = self._new_sampler(dataset_length(dataset), shuffle, drop_last, sampler)
         loader = HeteroDataLoader(
             dataset,
-            sampler,
+            own,
             on_yield=self._on_yield,
             loading=self.timer.loading,
+            on_batch=None if weigh is None else partial(self._batches.weigh_yielded, weigh),
             **dataloader_options,
         )
-        self._agree_on_data(sampler)
+        self._agree_on_data(own, weigh is not None)
         return loader
 
     def batch_sampler(
-        self, dataset: Dataset[Any] | int, *, shuffle: bool = False, drop_last: bool = False
+        self,
+        dataset: Dataset[Any] | int,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
     ) -> HeteroBatchSampler:
         """Return the batch sampler alone, for a ``DataLoader`` of your own.
 
         Such a loader does not say which batch it yields: call :meth:`set_batch` before every
-        backward pass. ``dataset``: a map-style data set, or its number of samples.
+        backward pass. ``dataset``: a map-style data set, or its number of samples; ``sampler`` as
+        in :meth:`data_loader`.
         """
         samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
-        sampler = self._new_sampler(samples, shuffle, drop_last)
-        self._agree_on_data(sampler)
-        return sampler
+        own = self._new_sampler(samples, shuffle, drop_last, sampler)
+        self._agree_on_data(own, False)
+        return own
 
-    def _new_sampler(self, samples: int, shuffle: bool, drop_last: bool) -> HeteroBatchSampler:
+    def _new_sampler(
+        self, samples: int, shuffle: bool, drop_last: bool, sampler: Iterable[int] | None
+    ) -> HeteroBatchSampler:
         if self._sampler is not None:
             raise ConfigurationError(
                 "this Balancer already has a loader, and one optimizer listens to one loader: "
@@ -234,13 +262,17 @@ class Balancer:
             shuffle=shuffle,
             seed=self.seed,
             drop_last=drop_last,
+            order=None if sampler is None else SamplerOrder(sampler, samples, self.seed),
         )
 
-    def _agree_on_data(self, sampler: HeteroBatchSampler) -> None:
+    def _agree_on_data(self, sampler: HeteroBatchSampler, weighed: bool) -> None:
         options = {
             "samples of the data set": sampler.dataset_samples,
             "shuffle": sampler.shuffle,
             "drop_last": sampler.drop_last,
+            "sampler": sampler.order and sampler.order.kind,
+            "length of the sampler": sampler.epoch_samples,
+            "weigh": weighed,
         }
         verify_alike(self._channel.allgather(options, "data"))
         self._sampler = sampler
@@ -251,24 +283,37 @@ class Balancer:
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
-    def set_batch(self, samples: float) -> None:
-        """Say how many samples (or tokens, or valid pixels) the next backward pass averages over.
+    def set_batch(self, samples: float, weight: float | None = None) -> None:
+        """Say how many samples the next backward pass works on, and what its mean is taken over.
 
         Overrides what :meth:`data_loader` knows, until the next ``optimizer.step()``. Waits for
-        all ranks, each of which must call it: the sum over ranks is the divisor.
+        all ranks, each of which must call it: the sum of the weights over ranks is the divisor.
+
+        Args:
+            samples: of this rank's batch; the plan and the timings behind it are in samples.
+            weight: what the loss of the batch is a mean over where that is not its samples (valid
+                tokens, labelled pixels); None: the samples. 0 on some ranks is fine: their gradient
+                counts exactly 0, also where a mean over nothing made it NaN.
+
+        Raises:
+            ConfigurationError: a value that cannot be used, or a weight of 0 on all ranks.
         """
-        if isinstance(samples, bool) or not isinstance(samples, numbers.Real):
-            raise ConfigurationError(f"samples={samples!r}: expected a number above 0")
-        own = check_float("samples", samples, minimum=0, exclusive_minimum=True)
-        total = torch.tensor([own], dtype=torch.float64)
-        with self.timer.waiting():
-            handle = self._collectives.allreduce_async(total, f"{self._name}.set_batch.allreduce")
-            wait_until(
-                handle.done,
-                self._timeout_seconds,
-                lambda: f"rank {self._collectives.rank}: set_batch({samples}) of {self._name}",
-            )
-        self._stated = (own, float(handle.result().item()))
+        self._batches.state(samples, weight)
+
+    def weigh_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the batch in hand times this rank's share of the global batch.
+
+        For ``DistributedOptimizer(..., loss_weighted=True)``, before every backward pass:
+        ``balancer.weigh_loss(loss).backward()``. The losses of all ranks then add up to that of
+        the joined batch, and so do their gradients, also through layers that talk across ranks in
+        forward. A loss that is a sum (``loss_reduction="sum"``) is divided by the size of the
+        global batch instead.
+
+        Raises:
+            BatchAccountingError: the batch is not known, or was weighed already.
+            ConfigurationError: no such optimizer, or a loss that is not finite with weight 0.
+        """
+        return self._batches.weigh_loss(loss)
 
     def loading(self) -> AbstractContextManager[None]:
         """Mark the wait for a batch of your own loader: ``with balancer.loading(): next(it)``.
@@ -287,32 +332,51 @@ class Balancer:
                 "optimizer listens to one loader: create another Balancer for this one"
             )
 
-    def attach(self, optimizer_name: str, device: torch.device) -> None:
-        """Bind to one optimizer, whose parameters lie on ``device``."""
+    def attach(
+        self, optimizer_name: str, device: torch.device, weighed_reduction: str | None = None
+    ) -> None:
+        """Bind to one optimizer, whose parameters lie on ``device``.
+
+        ``weighed_reduction``: "mean" or "sum" where losses are weighed before backward.
+        """
         self.check_free()
         self._optimizer_name = optimizer_name
         self._device = device
+        if weighed_reduction is not None:
+            self._batches.expect_weighed_losses(weighed_reduction)
         explain_out_of_memory(self._describe_memory)
 
-    def batch_of_pass(self) -> tuple[float, float]:
-        """Return (samples of this rank, samples of all ranks) behind the pass that begins now.
+    def batch_of_pass(self) -> Batch:
+        """Return the batch behind the pass that begins now.
 
         The same object as long as it is the same batch. Raises BatchAccountingError when unknown.
         """
-        batch = self._stated or self._yielded
-        if batch is not None:
-            return batch
-        raise BatchAccountingError(
-            "a backward pass came from a batch the Balancer does not know: draw batches from "
-            "balancer.data_loader(...), or call balancer.set_batch(samples=...) before backward "
-            "(a plain DataLoader over balancer.batch_sampler() needs it for every batch, and so "
-            "does a loop that fetches the next batch before it trains on this one)"
-        )
+        return self._batches.current()
+
+    def pass_begins(self) -> None:
+        """Raise BatchAccountingError when the loss of this pass should have been weighed."""
+        self._batches.pass_begins()
 
     def step_done(self) -> None:
         """Forget what ``set_batch`` said: it is needed anew for the next step."""
-        self._stated = None
+        self._batches.step_done()
         self._trained = self._at
+        self._steps += 1
+        if self._steps % self.window_steps == 0 or self._steps == 1:
+            self._check_order()
+
+    def _check_order(self) -> None:
+        """Raise RankMismatchError when a sampler of the user's gives ranks different orders."""
+        sampler = self._sampler
+        if sampler is None or sampler.order is None or self._collectives.size == 1:
+            return
+        names = ("pass", "epoch", "checksum")
+        drawn = dict(zip(names, sampler.drawn_order or (None,) * 3, strict=True))
+        with self.timer.waiting():
+            verify_alike(
+                self._channel.allgather({f"order by sampler={sampler.order.kind}": drawn}, "order"),
+                f"{ONE_ORDER}. Where the pass differs, a rank has begun one that others have not",
+            )
 
     def report(self) -> Message:
         """Return what rank 0 needs of this rank besides its timings."""
@@ -400,9 +464,13 @@ class Balancer:
         """
         sampler, data = self._sampler, None
         if sampler is not None:
-            (epoch, used), cursor = self._trained or ((0, 0), (0, 0))
-            data = _data_options(sampler) | {"epoch": epoch, "used_samples": used}
-            data["cursor"] = list(cursor)
+            place = self._trained or Place()
+            data = _data_options(sampler) | {
+                "epoch": place.epoch,
+                "used_samples": place.used_samples,
+                "cursor": list(place.cursor),
+                "order": place.order_checksum,
+            }
         first = self._collectives.rank == 0
         return {
             "ranks": self._collectives.size,
@@ -430,21 +498,35 @@ class Balancer:
                     "batch_sampler(...) before it is loaded"
                 )
             options = _data_options(self._sampler)
-            changed = [f"{n} {data[n]!r} -> {v!r}" for n, v in options.items() if data[n] != v]
+            changed = [
+                f"{n} {data.get(n)!r} -> {options.get(n)!r}"
+                for n in dict.fromkeys([*options, *data])
+                if n not in ("epoch", "used_samples", "order") and data.get(n) != options.get(n)
+            ]
             if changed:
                 raise ConfigurationError(
                     f"the state was saved with other data: {', '.join(changed)}; its position in "
                     "the epoch means nothing here: use the same data and seed, or take "
                     "state['balancer'] out to begin an epoch"
                 )
-            place = int(data["epoch"]), int(data["used_samples"])
             first, second = data.get("cursor", (0, 0))
-            self._sampler.resume(*place, (int(first), int(second)))
-            self._at = self._trained = place, (int(first), int(second))
+            place = Place(
+                int(data["epoch"]),
+                int(data["used_samples"]),
+                (int(first), int(second)),
+                data.get("order"),
+            )
+            self._sampler.resume(place)
+            self._at = self._trained = place
         if self._follows:
             return
         plan = Plan.from_dict(state["plan"])
-        fits = plan.ranks == self._collectives.size
+        fits = plan.ranks == self._collectives.size and all(
+            low <= size <= high
+            for low, size, high in zip(
+                config.bounds.lower, plan.local_batches, config.bounds.upper, strict=True
+            )
+        )
         if not fits or plan.global_batch_size != config.global_batch_size:
             logger.info("plan and models were saved for other ranks or batches: learnt anew")
             return
@@ -464,6 +546,7 @@ class Balancer:
         return {
             "global_batch_size": config.global_batch_size,
             "min_local_batch": list(config.bounds.lower),
+            "min_local_batch at the end of an epoch": list(config.bounds.floor),
             "max_local_batch": list(config.bounds.upper),
             "granule": config.granule,
             "fixed_local_batches": config.fixed_local_batches and list(config.fixed_local_batches),
@@ -487,11 +570,14 @@ class Balancer:
         self._samples = None if batch is None else batch.samples
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
         if batch is not None:
-            after = batch.epoch_pass, batch.step + 1
-            self._at = (batch.epoch, batch.epoch_samples), after
-        self._yielded = (
-            None if batch is None else (float(batch.samples), float(batch.global_samples))
-        )
+            drawn = None if self._sampler is None else self._sampler.drawn_order
+            self._at = Place(
+                batch.epoch,
+                batch.epoch_samples,
+                (batch.epoch_pass, batch.step + 1),
+                drawn and drawn[2],
+            )
+        self._batches.yielded(batch)
         if batch is None or batch.step == 0:
             self.timer.discard()  # evaluation and loader start-up lie between two epochs
 
@@ -499,7 +585,24 @@ class Balancer:
 def _data_options(sampler: HeteroBatchSampler) -> dict[str, Any]:
     """Return what the order of an epoch and its last batches follow from."""
     names = ("dataset_samples", "shuffle", "seed", "drop_last")
-    return {name: getattr(sampler, name) for name in names}
+    options = {name: getattr(sampler, name) for name in names}
+    if sampler.order is not None:
+        options |= {"sampler": sampler.order.kind, "epoch_samples": sampler.epoch_samples}
+    return options
+
+
+def _bounds(
+    ranks: int,
+    total: int,
+    minimum: int | Sequence[int] | None,
+    maximum: int | Sequence[int] | None,
+    fixed: tuple[int, ...] | None,
+) -> Bounds:
+    bounds = Bounds.build(ranks, total, minimum, maximum)
+    if minimum is None and fixed is not None:  # the user's own split may give a rank one sample
+        lower = tuple(min(pair) for pair in zip(bounds.lower, fixed, strict=True))
+        bounds = replace(bounds, lower=lower)
+    return bounds
 
 
 def _sizes(name: str, sizes: Sequence[int], ranks: int) -> tuple[int, ...]:

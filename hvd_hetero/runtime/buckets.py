@@ -69,7 +69,10 @@ class Bucket:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         view = self.feedback.work[member.span].view(member.parameter.shape)
-        if not self.note(member):
+        if weight == 0.0:  # of a mean over nothing, NaN as a rule: 0 * NaN would be NaN
+            if self.note(member):
+                view.zero_()
+        elif not self.note(member):
             view.add_(gradient, alpha=weight)
         elif gradient.dtype == view.dtype:
             torch.mul(gradient, weight, out=view)

@@ -11,6 +11,7 @@ import torch
 from hvd_hetero.errors import ConfigurationError, UnsupportedError
 from hvd_hetero.runtime.agreement import Channel, verify_alike
 from hvd_hetero.runtime.balancer import Balancer
+from hvd_hetero.runtime.batches import Batch
 from hvd_hetero.runtime.checkpoint import (
     VERSION,
     State,
@@ -19,6 +20,7 @@ from hvd_hetero.runtime.checkpoint import (
     state_for,
 )
 from hvd_hetero.runtime.coordinator import Coordinator
+from hvd_hetero.runtime.crossing import has_crossed
 from hvd_hetero.runtime.exchanger import GradientExchanger, PassWeight
 from hvd_hetero.runtime.timings import StepTimer
 
@@ -31,6 +33,7 @@ class WeightRule:
     ``ranks``: with a balancer, what Horovod's Average divides by.
     ``gradient_scale`` of mixed precision is taken out of what is exchanged, so that residuals stay
     right while it moves, and put back into ``p.grad``.
+    ``loss_weighted``: each loss was multiplied by its part in the batch of its pass already.
     """
 
     rank_weight: float
@@ -39,13 +42,19 @@ class WeightRule:
     passes_per_step: int
     gradient_scale: float = 1.0
     ranks: int = 1
+    loss_weighted: bool = False
 
-    def weigh(self, batch: tuple[float, float] | None) -> PassWeight:
-        """Return the weight for (own samples, samples of all ranks), None without a balancer."""
+    def weigh(self, batch: Batch | None) -> PassWeight:
+        """Return the weight for a pass over ``batch``, None without a balancer."""
         if batch is None:
             return PassWeight(self.rank_weight / self.gradient_scale, own=self.rank_weight)
-        own, total = batch
-        weight = (own if self.loss_reduction == "mean" else 1.0) / self.gradient_scale
+        own, total = batch.own, batch.total
+        if self.loss_weighted:
+            weight = total / self.gradient_scale
+        elif self.loss_reduction == "mean":
+            weight = own / self.gradient_scale
+        else:
+            weight = (1.0 if own > 0.0 else 0.0) / self.gradient_scale
         if self.passes_per_step == 1:
             in_place = self.ranks * (weight * self.gradient_scale) / total
             return PassWeight(weight / total, own=own / total, in_place=in_place)
@@ -76,8 +85,9 @@ class OptimizerEngine:
         self._weight_rule = weight_rule
         self._balancer = balancer
         self._pass_open = False
-        self._pass_batch: tuple[float, float] | None = None
-        self._step_batches: list[tuple[float, float] | None] = []
+        self._pass_batch: Batch | None = None
+        self._step_batches: list[Batch | None] = []
+        self._collectives_refused = balancer is not None and coordinator.ranks > 1
 
     def adopt(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take in parameters that got Horovod's hook just now, on all ranks alike."""
@@ -101,6 +111,8 @@ class OptimizerEngine:
                 "step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
         self._enter_pass(optimizer.backward_passes_per_step - passes_left)
+        if self._collectives_refused and has_crossed():
+            self._refuse_crossing(parameter)
         self._refuse_sparse(parameter)
         taken = self.exchanger.add(parameter)
         if taken and passes_left > 1 and parameter.grad is not None:
@@ -117,6 +129,8 @@ class OptimizerEngine:
             self.abandon_step()  # synchronized but not applied: a skipped mixed-precision step
         opens = passes_seen_by_parameter == self.exchanger.passes
         if opens or (not self._pass_open and self._current_batch() is not self._pass_batch):
+            if self._balancer is not None:
+                self._balancer.pass_begins()
             self._open_pass()
         if not self._pass_open:
             self._pass_open = True
@@ -131,12 +145,24 @@ class OptimizerEngine:
         self.exchanger.passes_per_step = self._optimizer.backward_passes_per_step
         self.exchanger.begin_pass(self._weight_rule().weigh(self._pass_batch))
 
-    def _current_batch(self) -> tuple[float, float] | None:
+    def _current_batch(self) -> Batch | None:
         return None if self._balancer is None else self._balancer.batch_of_pass()
 
     def _on_backward_end(self) -> None:
         self._pass_open = False
         self._timer.backward_ended()
+
+    def _refuse_crossing(self, parameter: torch.Tensor) -> None:
+        if self._weight_rule().loss_weighted:
+            return
+        raise UnsupportedError(
+            f"rank {self._coordinator.rank}: the gradient of parameter "
+            f"{self._optimizer._parameter_names[parameter]!r} comes through a collective of "
+            "Horovod (a synced norm, a gathered loss), so it holds parts of other ranks' losses "
+            "and must not be weighted by this rank's samples. Weigh the losses instead: "
+            "DistributedOptimizer(..., loss_weighted=True) and "
+            "balancer.weigh_loss(loss).backward()"
+        )
 
     def _refuse_sparse(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -293,8 +319,8 @@ class OptimizerEngine:
         """Samples of this rank in each pass of the step; 0 when passes differ or are missing."""
         if self._balancer is None:
             return 1
-        sizes = {batch[0] for batch in self._step_batches if batch is not None}
+        sizes = {batch.samples for batch in self._step_batches if batch is not None}
         expected = self._optimizer.backward_passes_per_step
         if len(sizes) != 1 or len(self._step_batches) != expected:
             return 0
-        return round(sizes.pop())
+        return sizes.pop()

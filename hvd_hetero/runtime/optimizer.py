@@ -31,6 +31,7 @@ from hvd_hetero.runtime.agreement import CollectivesChannel, verify_alike
 from hvd_hetero.runtime.balancer import Balancer
 from hvd_hetero.runtime.collectives import connect, hvd
 from hvd_hetero.runtime.coordinator import Coordinator, CoordinatorOptions, open_channel
+from hvd_hetero.runtime.crossing import watch_collectives
 from hvd_hetero.runtime.engine import OptimizerEngine, WeightRule
 from hvd_hetero.runtime.exchanger import GradientExchanger
 from hvd_hetero.runtime.joining import refuse_join
@@ -62,6 +63,7 @@ def DistributedOptimizer(
     balancer: Balancer | None = None,
     loss_reduction: str = "mean",
     loss_divided_by_passes: bool | None = None,
+    loss_weighted: bool = False,
     local_clip_norm: float | None = None,
     grad_scaler: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -84,6 +86,11 @@ def DistributedOptimizer(
         loss_divided_by_passes: whether the script divides the loss by
             ``backward_passes_per_step``; to be said with a balancer and more than one pass. The
             result is the mean over all samples of the step either way.
+        loss_weighted: the script calls ``balancer.weigh_loss(loss).backward()``, which weighs
+            losses before backward: exact also for layers that talk across ranks in forward (synced
+            norms, gathered contrastive losses), which are refused otherwise. From then on backward
+            of ``hvd.allgather``, ``hvd.broadcast`` and ``hvd.reducescatter`` gives the derivative
+            of the sum of the ranks' losses, from which Horovod's own differs by a factor.
         local_clip_norm: clip each rank's own gradient to this norm before aggregation. The usual
             recipe, ``synchronize()`` then ``clip_grad_norm_`` then ``step()`` inside
             ``skip_synchronize()``, clips the aggregated gradient.
@@ -150,6 +157,17 @@ def DistributedOptimizer(
         _refuse_unsupported(op, gradient_predivide_factor, num_groups, groups, process_set)
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
     _check_divided(loss_divided_by_passes, passes, balancer)
+    if check_bool("loss_weighted", loss_weighted) and local_clip_norm is not None:
+        raise UnsupportedError(
+            f"local_clip_norm={local_clip_norm!r} with loss_weighted=True: a gradient may hold "
+            "parts of other ranks' losses, so that no rank has one of its own to clip: clip the "
+            "aggregated gradient between optimizer.synchronize() and optimizer.step()"
+        )
+    if loss_weighted and balancer is None:
+        raise ConfigurationError(
+            "loss_weighted=True without a balancer: losses are weighed by balancer.weigh_loss(); "
+            "pass balancer=..., or leave it out"
+        )
     check_int("bucket_bytes", bucket_bytes, minimum=1)
     timeout = check_float(
         "exchange_timeout_seconds", exchange_timeout_seconds, minimum=0, exclusive_minimum=True
@@ -177,6 +195,7 @@ def DistributedOptimizer(
         "balancer": None if balancer is None else balancer.describe(),
         "loss_reduction": loss_reduction,
         "loss_divided_by_passes": loss_divided_by_passes,
+        "loss_weighted": loss_weighted,
         "local_clip_norm": local_clip_norm,
         "grad_scaler": grad_scaler is not None,
         "bucket_bytes": bucket_bytes,
@@ -227,7 +246,7 @@ def DistributedOptimizer(
     device = next(iter(mine)).device
     _claim(mine, prefix)
     if balancer is not None:
-        balancer.attach(prefix, device)
+        balancer.attach(prefix, device, loss_reduction if loss_weighted else None)
     timer = balancer.timer if balancer is not None else StepTimer()
     timer.use(marks_for(device))
     if collectives.size == 1:
@@ -269,10 +288,13 @@ def DistributedOptimizer(
             passes_per_step=stock.backward_passes_per_step,
             gradient_scale=1.0 if grad_scaler is None else float(grad_scaler.get_scale()),
             ranks=collectives.size,
+            loss_weighted=loss_weighted,
         )
 
     engine = OptimizerEngine(stock, exchanger, coordinator, timer, weight_rule, balancer)
     refuse_join()
+    if balancer is not None and collectives.size > 1:
+        watch_collectives(timer, exact=loss_weighted)
     stock._hetero = engine  # also tells a wrapped optimizer of ours from a stock one
     _override_exchange(type(stock), engine, start_channel, grad_scaler)
     _override_passes(

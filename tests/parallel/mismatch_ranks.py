@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
 TIMEOUT_SECONDS = 30.0
 
@@ -126,6 +126,10 @@ SCENARIOS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         lambda: _wrap(balanced=True),
         lambda: _wrap(balanced=True, loss_reduction="sum"),
     ),
+    "loss_weighted": (
+        lambda: _wrap(balanced=True),
+        lambda: _wrap(balanced=True, loss_weighted=True),
+    ),
     "local_clip_norm": (lambda: _wrap(), lambda: _wrap(local_clip_norm=2.0)),
     "drift_check_steps": (lambda: _wrap(drift_check_steps=5), lambda: _wrap(drift_check_steps=7)),
     "replay": (
@@ -143,7 +147,9 @@ SCENARIOS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         lambda: _wrap(_frozen(_layers(16, 8, 1)), compression=_topk(10)),
     ),
     "global_batch_size": (_balance, lambda: _balance(global_batch_size=16)),
-    "min_local_batch": (_balance, lambda: _balance(min_local_batch=2)),
+    "min_local_batch": (_balance, lambda: _balance(min_local_batch=3)),
+    # None may give way at the end of an epoch, a number may not.
+    "min_local_batch by default": (_balance, lambda: _balance(min_local_batch=2)),
     "max_local_batch": (lambda: _balance(max_local_batch=7), lambda: _balance(max_local_batch=6)),
     "granule": (_balance, lambda: _balance(granule=2)),
     "fixed_local_batches": (
@@ -156,6 +162,12 @@ SCENARIOS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "data set size": (_load, lambda: _load(samples=31)),
     "shuffle": (_load, lambda: _load(shuffle=True)),
     "drop_last": (_load, lambda: _load(drop_last=True)),
+    "sampler": (_load, lambda: _load(sampler=RandomSampler(range(32)))),
+    "length of the sampler": (
+        lambda: _load(sampler=RandomSampler(range(32))),
+        lambda: _load(sampler=RandomSampler(range(31))),
+    ),
+    "weigh": (_load, lambda: _load(weigh=len)),
 }
 
 

@@ -25,6 +25,7 @@ NAMED = {
     "op": ("op", "'0'", "'1'"),
     "sparse_as_dense": ("sparse_as_dense", "False", "True"),
     "loss_reduction": ("loss_reduction", "'mean'", "'sum'"),
+    "loss_weighted": ("loss_weighted", "False", "True"),
     "local_clip_norm": ("local_clip_norm", "None", "2.0"),
     "drift_check_steps": ("drift_check_steps", "5", "7"),
     "replay": ("replay", "'log'", "None"),
@@ -36,7 +37,8 @@ NAMED = {
     "frozen": ("parameter 0", "torch.float32'", "torch.float32, frozen'"),
     "frozen with compression": ("parameter 0", "torch.float32'", "torch.float32, frozen'"),
     "global_batch_size": ("global_batch_size", "8", "16"),
-    "min_local_batch": ("min_local_batch", "[1, 1]", "[2, 2]"),
+    "min_local_batch": ("min_local_batch", "[2, 2]", "[3, 3]"),
+    "min_local_batch by default": ("min_local_batch at the end of an epoch", "[1, 1]", "[2, 2]"),
     "max_local_batch": ("max_local_batch", "[7, 7]", "[6, 6]"),
     "granule": ("granule", "1", "2"),
     "fixed_local_batches": ("fixed_local_batches", "[6, 2]", "[2, 6]"),
@@ -46,6 +48,9 @@ NAMED = {
     "data set size": ("samples of the data set", "32", "31"),
     "shuffle": ("shuffle", "False", "True"),
     "drop_last": ("drop_last", "False", "True"),
+    "sampler": ("sampler", "None", "'RandomSampler'"),
+    "length of the sampler": ("length of the sampler", "32", "31"),
+    "weigh": ("weigh", "False", "True"),
 }
 
 

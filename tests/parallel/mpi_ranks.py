@@ -210,7 +210,9 @@ def _thirteen(first: list[int], drop_last: bool) -> dict[str, Any]:
     """S37: 13 samples; the sizes change from 4:1 to 3:2, or the other way, after two steps."""
     import hvd_hetero as het
 
-    balancer = het.Balancer(5, window_steps=1, exchange_timeout_seconds=TIMEOUT_SECONDS)
+    balancer = het.Balancer(
+        5, min_local_batch=1, window_steps=1, exchange_timeout_seconds=TIMEOUT_SECONDS
+    )
     second = [3, 2] if first == [4, 1] else [4, 1]
     # The even plan that comes before any agreement is replaced before anything is read.
     from hvd_hetero.planning.plan import Plan

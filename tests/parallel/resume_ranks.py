@@ -27,7 +27,7 @@ def train(folder: str, workers: int, stop_after: int | None, saved_by: int | Non
     hvd.init()
     torch.set_num_threads(1)
     model = toy_model()
-    balancer = het.Balancer(GLOBAL_BATCH, window_steps=2, seed=5)
+    balancer = het.Balancer(GLOBAL_BATCH, min_local_batch=1, window_steps=2, seed=5)
     loader = balancer.data_loader(toy_data(SAMPLES), shuffle=True, num_workers=workers)
     optimizer: Any = het.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),

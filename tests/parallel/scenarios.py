@@ -195,7 +195,10 @@ def train_on_ranks(recipe: Recipe) -> dict[str, Any]:
     import hvd_hetero as het
 
     balancer = het.Balancer(
-        GLOBAL_BATCH, window_steps=WINDOW_STEPS, exchange_timeout_seconds=TIMEOUT_SECONDS
+        GLOBAL_BATCH,
+        min_local_batch=1,
+        window_steps=WINDOW_STEPS,
+        exchange_timeout_seconds=TIMEOUT_SECONDS,
     )
     script_plans(balancer, uneven_splits(hvd.size()), recipe.draws_later)
     model = toy_model(seed=hvd.rank())

@@ -88,6 +88,16 @@ def test_bounds_build() -> None:
     assert Bounds.build(1, 8, 8, 8) == Bounds((8,), (8,))
 
 
+def test_the_default_minimum() -> None:
+    """S39: two samples, where the numbers allow it."""
+    assert Bounds.build(2, 32, None) == Bounds((2, 2), (32, 32), (1, 1))
+    assert Bounds.build(2, 32, None, [1, 31]) == Bounds((1, 2), (1, 31), (1, 1))
+    assert Bounds.build(2, 3, None) == Bounds((1, 1), (3, 3))
+    assert Bounds.build(1, 32, None) == Bounds((1,), (32,))
+    with pytest.raises(ConfigurationError, match="floor="):
+        Bounds((1, 1), (8, 8), (2, 1))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

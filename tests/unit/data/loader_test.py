@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from hvd_hetero.balance.optperf import Bounds
 from hvd_hetero.data.loader import HeteroBatchSampler, HeteroDataLoader, dataset_length
 from hvd_hetero.data.partition import LocalBatch
+from hvd_hetero.data.sampler import Place
 from hvd_hetero.data.schedule import PlanSchedule
 from hvd_hetero.errors import BatchAccountingError, ConfigurationError, InfeasibleBatchError
 from hvd_hetero.planning.plan import Plan
@@ -513,10 +514,10 @@ def test_a_saved_epoch_goes_on_where_it_was_left(data: st.DataObject) -> None:
     left = samples - last.epoch_samples
     if 0 < left < len(after.samplers):
         with pytest.raises(InfeasibleBatchError, match=f"{left} samples are left"):
-            after.samplers[0].resume(epoch, last.epoch_samples)
+            after.samplers[0].resume(Place(epoch, last.epoch_samples))
         return
     for sampler in after.samplers:
-        sampler.resume(epoch, last.epoch_samples)
+        sampler.resume(Place(epoch, last.epoch_samples))
         if data.draw(st.booleans(), label="set_epoch"):
             sampler.set_epoch(epoch)
     after.run_pass({})
@@ -532,12 +533,12 @@ def test_a_position_is_loaded_before_the_first_batch() -> None:
     sampler = make_sampler(20, (3, 1))
     next(iter(sampler))
     with pytest.raises(ConfigurationError, match="before the first pass"):
-        sampler.resume(0, 4)
+        sampler.resume(Place(0, 4))
 
 
 def test_another_epoch_than_the_saved_one_begins_at_its_start() -> None:
     sampler = make_sampler(20, (3, 1))
-    sampler.resume(2, 8)
+    sampler.resume(Place(2, 8))
     sampler.set_epoch(5)
     assert len(list(sampler)) == 5
     sampler.set_epoch(2)
@@ -548,7 +549,7 @@ def test_another_epoch_than_the_saved_one_begins_at_its_start() -> None:
 def test_passes_and_batches_are_counted_on_from_the_saved_cursor(same_epoch: bool) -> None:
     """A recorded plan applies from the same cursor on in a job that goes on from a checkpoint."""
     sampler = make_sampler(20, (3, 1))
-    sampler.resume(2, 8, (7, 2))
+    sampler.resume(Place(2, 8, (7, 2)))
     if not same_epoch:
         sampler.set_epoch(3)
     cursors = []

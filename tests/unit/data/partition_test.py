@@ -22,10 +22,16 @@ from hvd_hetero.errors import ConfigurationError, InfeasibleBatchError
 from hvd_hetero.planning.plan import Plan
 
 
-def cut(dataset_samples: int, size: int, min_total: int, drop_last: bool) -> list[int]:
+def at_least(min_total: int) -> Bounds:
+    """Bounds of one rank without a maximum."""
+    return Bounds((min_total,), (10**6,))
+
+
+def cut(dataset_samples: int, size: int, bounds: Bounds | int, drop_last: bool) -> list[int]:
     """The global batches of an epoch, drawn one by one."""
+    bounds = at_least(bounds) if isinstance(bounds, int) else bounds
     batches = []
-    while samples := next_global_batch(dataset_samples - sum(batches), size, min_total, drop_last):
+    while samples := next_global_batch(dataset_samples - sum(batches), size, bounds, drop_last):
         batches.append(samples)
     return batches
 
@@ -46,7 +52,7 @@ def test_all_samples_are_used_and_no_batch_is_too_small(epoch: tuple[int, int, i
     assert sum(batches) == samples
     assert min(batches) >= min_total
     assert max(batches) < size + min_total
-    assert len(batches) == count_batches(samples, size, min_total, False)
+    assert len(batches) == count_batches(samples, size, at_least(min_total), False)
     # Only the last two batches may differ from a full one.
     assert set(batches[:-2]) <= {size}
 
@@ -70,7 +76,7 @@ def test_drop_last_leaves_full_batches_only(epoch: tuple[int, int, int]) -> None
     samples, size, min_total = epoch
     batches = cut(samples, size, min_total, drop_last=True)
     assert batches == [size] * (samples // size)
-    assert len(batches) == count_batches(samples, size, min_total, True)
+    assert len(batches) == count_batches(samples, size, at_least(min_total), True)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_the_tail(samples: int, size: int, min_total: int, expected: list[int]) 
 
 def test_too_few_samples_left_is_an_error_with_the_numbers() -> None:
     with pytest.raises(InfeasibleBatchError, match=r"3 samples.*need 4.*drop_last"):
-        next_global_batch(3, 5, 4, drop_last=False)
+        next_global_batch(3, 5, at_least(4), drop_last=False)
 
 
 @settings(max_examples=300, deadline=None)
@@ -118,6 +124,67 @@ def test_what_is_feasible_can_be_cut_within_the_bounds(
         sizes = local_sizes(plan, bounds, batch)
         assert sum(sizes) == batch
         assert all(minimum <= each <= maximum for each in sizes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(epochs(), st.integers(1, 4), st.booleans(), st.data())
+def test_the_default_minimum_refuses_nothing_that_one_sample_allows(
+    epoch: tuple[int, int, int], ranks: int, drop_last: bool, data: st.DataObject
+) -> None:
+    """S39: two samples for every rank where the numbers allow it, and never an error for them."""
+    samples, size, _ = epoch
+    size = max(size, ranks)
+    maximum = data.draw(st.none() | st.integers(-(-size // ranks), size))
+    one, default = (Bounds.build(ranks, size, least, maximum) for least in (1, None))
+    try:
+        check_feasible(samples, size, one, drop_last)
+    except InfeasibleBatchError:
+        with pytest.raises(InfeasibleBatchError):
+            check_feasible(samples, size, default, drop_last)
+        return
+    check_feasible(samples, size, default, drop_last)
+    batches = cut(samples, size, default, drop_last)
+    assert len(batches) == count_batches(samples, size, default, drop_last)
+    assert sum(batches) == (samples - samples % size if drop_last else samples)
+    even = Plan(0, local_sizes(Plan(0, (1,) * ranks, "even"), default, size), "even")
+    for batch in batches:
+        sizes = local_sizes(even, default, batch)
+        assert sum(sizes) == batch
+        assert all(1 <= each <= (maximum or batch) for each in sizes)
+        assert min(sizes) >= default.lower[0] or batch < sum(default.lower)
+    if maximum is None and samples >= sum(default.lower):
+        assert min(batches) >= sum(default.lower)
+
+
+@pytest.mark.parametrize(
+    ("samples", "maximum", "expected"),
+    [
+        (19, 8, [8, 6, 5]),  # 3 are too few for two each: split evenly with the batch before
+        (3, 8, [3]),  # a data set that small
+        (11, 4, [6, 5]),
+    ],
+)
+def test_a_tail_with_the_default_minimum(samples: int, maximum: int, expected: list[int]) -> None:
+    bounds = Bounds.build(2, 8, None, maximum)
+    assert cut(samples, 8, bounds, drop_last=False) == expected
+
+
+def test_a_tail_for_which_there_is_no_room() -> None:
+    """7 = 4 + 3: in halves or in one it would be too few or too many; so ranks get one sample."""
+    bounds = Bounds.build(2, 4, None, 2)
+    assert cut(7, 4, bounds, drop_last=False) == [4, 3]
+    assert cut(5, 4, bounds, drop_last=False) == [3, 2]
+    assert cut(7, 4, Bounds.build(2, 4, None), drop_last=False) == [7]
+
+
+def test_an_explicit_minimum_is_kept_or_refused() -> None:
+    with pytest.raises(InfeasibleBatchError, match="3 samples"):
+        check_feasible(3, 8, Bounds.build(2, 8, 2), drop_last=False)
+    with pytest.raises(InfeasibleBatchError, match="3 samples are left"):
+        next_global_batch(3, 8, Bounds.build(2, 8, 2), drop_last=False)
+    assert next_global_batch(3, 8, Bounds.build(2, 8, None), drop_last=False) == 3
+    with pytest.raises(InfeasibleBatchError, match="1 samples are left"):
+        next_global_batch(1, 8, Bounds.build(2, 8, None), drop_last=False)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_our_compression_in_the_stock_optimizer_is_refused(spec: Any) -> None:
 
 BALANCER = {
     "global_batch_size": (*NOT_WHOLE, 0, -8, [8]),
-    "min_local_batch": (*NOT_WHOLE, 0, -1, [1, 2], [0], "ab", ["1"]),
+    "min_local_batch": ("8", 2.5, True, NAN, 0, -1, [1, 2], [0], "ab", ["1"]),
     "max_local_batch": ("8", 2.5, True, NAN, 0, -1, [8, 8], [0]),
     "granule": (*NOT_WHOLE, 0),
     "fixed_local_batches": (8, "8", [4, 4], [0], [8.0], [-8], []),
@@ -226,14 +226,20 @@ def test_data_sets_without_indices_are_refused(maker: str, dataset: Any) -> None
             "drop_last": ("no", 0, None),
             "in_order": (False,),
             "batch_size": (8,),
-            "sampler": ([0, 1],),
+            "sampler": (7, iter([0, 1]), [0, "a"], [0, 1.5], [0, True], [0, 16], [-1, 0]),
+            "weigh": ("tokens", 1, True),
             "batch_sampler": ([[0, 1]],),
         }
     ),
 )
 def test_data_loader_refuses(option: str, value: Any) -> None:
     """Bad input: in_order=False, and DataLoader's arguments that the plan decides."""
-    refused(lambda: balancer().data_loader(data(), **{option: value}), f"{option}=", value)
+    refused(lambda: list(balancer().data_loader(data(), **{option: value})), option, _shown(value))
+
+
+def _shown(value: Any) -> Any:
+    """What the error shows of a sampler: the first of its indices that is none."""
+    return value[-1] if isinstance(value, list) and value[0] == 0 else value
 
 
 @pytest.mark.parametrize("option", ["shuffle", "drop_last"])
@@ -277,6 +283,48 @@ def test_set_batch_refuses(samples: Any) -> None:
     refused(lambda: balancer().set_batch(samples), "samples=", samples)
 
 
+@pytest.mark.parametrize(
+    "weight", ["8", True, -1, NAN, INFINITE, [8], torch.zeros(2), torch.tensor(True)]
+)
+def test_set_batch_refuses_a_weight(weight: Any) -> None:
+    refused(lambda: balancer().set_batch(4, weight), "weight=", repr(weight))
+    refused(lambda: balancer().set_batch(4, weight=0), "weight=", 0)
+
+
+@pytest.mark.parametrize("weight", ["8", True, None, -1, NAN, INFINITE, [8], torch.zeros(2), 0])
+def test_a_wrong_weight_of_a_batch(weight: Any) -> None:
+    """The error names rank and value; the pass over the loader has ended with it."""
+    batches = iter(balancer().data_loader(data(), weigh=lambda _: weight))
+    message = refused(lambda: next(batches), "weigh(batch)=", repr(weight))
+    assert message.startswith("rank 0: ")
+    with pytest.raises(BatchAccountingError, match="failed before"):
+        next(batches)
+
+
+def test_a_weight_may_be_a_count_in_a_tensor() -> None:
+    one = balancer()
+    for (x,) in one.data_loader(data(), weigh=lambda batch: (batch[0] == 0).sum()):
+        batch = one.batch_of_pass()
+        assert (batch.own, batch.total, batch.samples) == (4.0 * len(x), 4.0 * len(x), len(x))
+    one.set_batch(3, weight=torch.tensor([5]))
+    batch = one.batch_of_pass()
+    assert (batch.own, batch.total, batch.samples) == (5.0, 5.0, 3)
+
+
+@pytest.mark.parametrize("loss", [1.5, None, torch.tensor(3)])
+def test_weigh_loss_refuses(loss: Any) -> None:
+    model, one = net(), balancer()
+    wrap(model, balancer=one, loss_weighted=True)
+    one.set_batch(8)
+    refused(lambda: one.weigh_loss(loss), "loss=", repr(loss))
+
+
+def test_weighed_losses_and_clipping_of_a_ranks_own_gradient() -> None:
+    """Where gradients hold parts of other ranks' losses no rank has one of its own."""
+    with pytest.raises(UnsupportedError, match=r"local_clip_norm=1\.0.*loss_weighted=True"):
+        wrap(balancer=balancer(), loss_weighted=True, local_clip_norm=1.0)
+
+
 @pytest.mark.parametrize("epoch", ["1", True, None, -1, 0.5])
 def test_set_epoch_refuses(epoch: Any) -> None:
     """With and without a loader, on the balancer and on the loader."""
@@ -300,6 +348,7 @@ OPTIMIZER = {
     "balancer": (512, "balancer", het.Balancer),
     "loss_reduction": ("none", "average", None, 1),
     "loss_divided_by_passes": ("yes", 1, 0),
+    "loss_weighted": ("yes", 1, None, True),  # True needs a balancer
     "grad_scaler": ("scaler", 1024.0, True, torch.amp.GradScaler),
     "local_clip_norm": ("1", True, 0, -1, NAN, INFINITE),
     "bucket_bytes": (*NOT_WHOLE, 0, -1),
