@@ -146,13 +146,12 @@ class StepTimer:
             return sum(span(first, last) for first, last in spans)
 
         backward_end = step.end if step.backward_end is None else step.backward_end
-        waits = total(step.waits)
 
         def own(moment: Any) -> float:
-            """Seconds of own work until then, without compression."""
-            # What is left to launch when backward ends is compressed behind it.
-            before = [pair for pair in step.compress if self._marks.seconds(pair[1], moment) >= 0]
-            return max(span(step.start, moment) - waits - total(before), 0.0)
+            """Seconds of own work until then: without waits and compression that lie before."""
+            others = step.waits + step.compress
+            before = [pair for pair in others if self._marks.seconds(pair[1], moment) >= 0]
+            return max(span(step.start, moment) - total(before), 0.0)
 
         done = own(backward_end)
         buckets = tuple(min(own(step.buckets[index]), done) for index in sorted(step.buckets))
@@ -164,7 +163,7 @@ class StepTimer:
             batch=step.batch,
             ready_seconds=buckets[0] if buckets else done,
             done_seconds=done,
-            end_seconds=max(span(step.start, step.end) - waits, 0.0),
+            end_seconds=max(span(step.start, step.end) - total(step.waits), 0.0),
             compress_seconds=total(step.compress),
             input_seconds=inputs,
             backward_seconds=min(backward, done - inputs),

@@ -78,6 +78,24 @@ def test_the_parts_of_a_step() -> None:
         )
 
 
+def test_a_wait_within_backward_takes_nothing_from_before() -> None:
+    """Layers that talk across ranks wait between two buckets."""
+    marks = LaggingMarks()
+    timer = timer_on(marks)
+    marks.now += 1.0
+    timer.backward_begins()
+    marks.now += 2.0
+    timer.bucket_ready(0)
+    with timer.waiting():
+        marks.now += 16.0
+    marks.now += 4.0
+    timer.bucket_ready(1)
+    timer.backward_ended()
+    (timing,) = timer.exchange_ended(8)
+    assert timing.bucket_seconds == (3.0, 7.0)
+    assert (timing.done_seconds, timing.backward_seconds, timing.end_seconds) == (7.0, 6.0, 7.0)
+
+
 def test_passes_add_up() -> None:
     marks = LaggingMarks()
     timer = timer_on(marks)
