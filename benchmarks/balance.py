@@ -15,11 +15,13 @@ ideal    the best split by lines through what each rank measured alone, without 
          by the seconds of the exchange alone
 
 free         little is exchanged: computing decides
+free-unlike  the same where ranks spend different parts of a step before their first gradient
 slowdown     the fastest rank of "free" becomes three times slower; timed --windows windows later
 bound        the exchange that overlaps with backward decides on ranks that are late with their
-             first gradient; links of --rate, which needs root and iproute2 (``benchmarks/lab``)
-bound-alike  the same where all ranks spend the same part of a step before their first gradient:
-             then equal compute time is the best split as well, and there is nothing to win
+             first gradient, and those parts differ; links of --rate, which needs root and
+             iproute2 (``benchmarks/lab``)
+bound-alike  the same where they are alike: then equal compute time is the best split as well, and
+             there is nothing to win
 
 --speeds sleep (default): layers sleep, forward and backward, in proportion to the local batch and
 to the rank's slowness; gradients become ready layer by layer, and their exchange is real. Ranks
@@ -56,7 +58,7 @@ from benchmarks.balance_rules import (  # noqa: E402
 from benchmarks.lab import Lab, LabError, LaunchError, run_ranks, why_not  # noqa: E402
 from benchmarks.tables import print_table, write_json  # noqa: E402
 
-CASES = ("free", "slowdown", "bound", "bound-alike")
+CASES = ("free", "slowdown", "free-unlike", "bound", "bound-alike")
 SAMPLES_PER_RANK = 32
 SAMPLE_SECONDS, FIXED_SECONDS = 4e-3, 6e-3  # of a rank of speed 1; the second of every rank
 LAYERS = 8
@@ -134,12 +136,14 @@ def jobs(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
         found.append(
             {"cluster": CLUSTERS["alike"][ranks], "elements": FREE_ELEMENTS, "phases": phases}
         )
-    for case, kind in (("bound", "unlike"), ("bound-alike", "alike")):
+    for case, kind, elements in (
+        ("free-unlike", "unlike", FREE_ELEMENTS),
+        ("bound", "unlike", BOUND_ELEMENTS),
+        ("bound-alike", "alike", BOUND_ELEMENTS),
+    ):
         if case in chosen:
             phases = [{"case": case, "slowness": even_speed, "measured": True}]
-            found.append(
-                {"cluster": CLUSTERS[kind][ranks], "elements": BOUND_ELEMENTS, "phases": phases}
-            )
+            found.append({"cluster": CLUSTERS[kind][ranks], "elements": elements, "phases": phases})
     return found
 
 
@@ -244,7 +248,12 @@ def finished(result: Mapping[str, Any], ranks: int, cluster: Cluster) -> list[di
                 "overlapped_seconds": row["overlapped_seconds"],
                 "final_seconds": row["final_seconds"],
                 "models": row["models"],
-                "window_records": result["windows"] if row["method"] == "ours" else [],
+                "window_records": [
+                    record
+                    for record in result["windows"]
+                    if row["method"] == "ours"
+                    and row["steps"][0] < record["step"] <= row["steps"][1]
+                ],
             }
         )
     return cases

@@ -121,6 +121,7 @@ class Training:
         self.method = method
         self.seconds: list[float] = []  # of a step, by turn
         self.predicted_seconds: list[float | None] = []  # by the plan in force, by turn
+        self.steps = 0
         samples = options["global_batch_size"]
         self.balancer = het.Balancer(samples, fixed_local_batches=fixed)
         self._loader = self.balancer.data_loader(dataset(samples * steps))
@@ -145,6 +146,7 @@ class Training:
         steps = [b - a for a, b in itertools.pairwise(ends)]
         self.seconds.append(statistics.median(steps))
         self.predicted_seconds.append(plan.predicted_step_seconds)
+        self.steps += len(ends)
 
     def forget(self) -> None:
         """Start measuring anew; what the Balancer has learnt stays."""
@@ -242,6 +244,8 @@ def run_phase(
         ours,
         fixed("ideal", ideal),
     ]
+    ours.forget()
+    first_step = ours.steps
     for _ in range(options["windows"]):
         ours.turn()
     learning_seconds = list(ours.seconds)
@@ -254,7 +258,7 @@ def run_phase(
     for training in trainings:
         by_rank = hvd.allgather_object(training.seconds, name="balance.seconds")
         batches = training.balancer.plan.local_batches
-        predicted: list[float | None] = training.predicted_seconds
+        predicted = list(training.predicted_seconds)  # ours goes on in the next phase
         if training is not ours:
             expected = step_seconds(models, batches, overlapped, final)
             predicted = [expected] * len(training.seconds)
@@ -269,6 +273,7 @@ def run_phase(
                     training.method, 0
                 ),
                 "learning_seconds": learning_seconds if training is ours else [],
+                "steps": [first_step, ours.steps],
                 "expected_seconds": step_seconds(models, batches, overlapped, final),
                 "overlapped_seconds": overlapped,
                 "final_seconds": final,

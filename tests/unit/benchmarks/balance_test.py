@@ -133,6 +133,7 @@ def row(method: str, turns: list[float], predicted: float | None, expected: floa
         "predicted": [predicted] * len(turns),
         "windows": 3,
         "learning_seconds": [],
+        "steps": [0, 10],
         "expected_seconds": expected,
         "overlapped_seconds": 0.05,
         "final_seconds": 0.01,
@@ -153,7 +154,8 @@ def cases_of(**changes: list[float]) -> list[dict[str, Any]]:
         row(method, seconds, 1.0 if method == "ours" else None, expected.get(method, 1.0))
         for method, seconds in turns.items()
     ]
-    return finished({"rows": rows, "windows": []}, 2, Cluster((1, 3), (0.2, 0.7)))
+    windows = [{"step": 10}, {"step": 20}]
+    return finished({"rows": rows, "windows": windows}, 2, Cluster((1, 3), (0.2, 0.7)))
 
 
 def test_ratios_are_of_turns_of_one_round() -> None:
@@ -164,6 +166,8 @@ def test_ratios_are_of_turns_of_one_round() -> None:
     assert cases["ours"]["prediction_error"] == pytest.approx(1 / 1.02 - 1)
     assert cases["lb-bsp"]["prediction_error"] is None
     assert cases["even"]["control_ratio"] == pytest.approx(1.0, abs=0.01)
+    assert cases["ours"]["window_records"] == [{"step": 10}]
+    assert cases["even"]["window_records"] == []
     assert cases["even"]["control_seconds"] == pytest.approx(2.02)
 
 
