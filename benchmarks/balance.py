@@ -26,7 +26,8 @@ bound-alike  the same where they are alike: then equal compute time is the best 
 --speeds sleep (default): layers sleep, forward and backward, in proportion to the local batch and
 to the rank's slowness; gradients become ready layer by layer, and their exchange is real. Ranks
 that sleep need no core each. --speeds cgroup: layers work, and each rank has a share of the CPU;
-needs root, and a machine with nothing else to do.
+needs root, and a machine with nothing else to do. On a busy machine --scale 3 makes everything three
+times as long, and what the others do to it smaller.
 
 ``ratio`` is the median over rounds of a method's seconds / the ideal's in the same round.
 """
@@ -91,6 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--window-steps", type=int, default=10, help="steps of ours in a window")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method (default 5)")
     parser.add_argument("--steps", type=int, default=5, help="timed in a turn of the others")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all seconds (default 1)")
     parser.add_argument("--delta", type=int, default=5, help="samples LB-BSP moves at first")
     parser.add_argument("--rate", default="200mbit", help="of the links of bound (default 200mbit)")
     parser.add_argument("--bucket-bytes", type=int, help="of the optimizer; default: one layer")
@@ -101,7 +103,7 @@ def arguments() -> argparse.Namespace:
     unknown = [ranks for ranks in options.ranks if ranks not in CLUSTERS["alike"]]
     if unknown:
         parser.error(f"--ranks {unknown[0]}: there are clusters of {sorted(CLUSTERS['alike'])}")
-    least = {"windows": 1, "window_steps": 3, "rounds": 2, "steps": 1, "delta": 1}
+    least = {"scale": 0.1, "windows": 1, "window_steps": 3, "rounds": 2, "steps": 1, "delta": 1}
     for name, minimum in least.items():
         if getattr(options, name) < minimum:
             option = name.replace("_", "-")
@@ -153,6 +155,7 @@ def run_job(
     """Run ``balance_ranks.py`` on ``ranks`` ranks; return its cases, none where it cannot run."""
     cluster: Cluster = job["cluster"]
     bound = job["elements"] == BOUND_ELEMENTS
+    elements = round(options.scale * job["elements"])
     cgroup = options.speeds == "cgroup"
     title = ", ".join(phase["case"] for phase in job["phases"])
     problem = why_not() if bound or cgroup else ""
@@ -176,11 +179,11 @@ def run_job(
             "cluster": asdict(cluster),
             "phases": job["phases"],
             "global_batch_size": SAMPLES_PER_RANK * ranks,
-            "sample_seconds": SAMPLE_SECONDS,
-            "fixed_seconds": FIXED_SECONDS,
+            "sample_seconds": options.scale * SAMPLE_SECONDS,
+            "fixed_seconds": options.scale * FIXED_SECONDS,
             "layers": LAYERS,
-            "layer_elements": job["elements"],
-            "bucket_bytes": options.bucket_bytes or 4 * job["elements"],
+            "layer_elements": elements,
+            "bucket_bytes": options.bucket_bytes or 4 * elements,
             "windows": options.windows,
             "window_steps": options.window_steps,
             "rounds": options.rounds,
