@@ -26,8 +26,8 @@ bound-alike  the same where they are alike: then equal compute time is the best 
 --speeds sleep (default): layers sleep, forward and backward, in proportion to the local batch and
 to the rank's slowness; gradients become ready layer by layer, and their exchange is real. Ranks
 that sleep need no core each. --speeds cgroup: layers work, and each rank has a share of the CPU;
-needs root, and a machine with nothing else to do. On a busy machine --scale 3 makes everything three
-times as long, and what the others do to it smaller.
+needs root, and a machine with nothing else to do. On a busy machine --scale 3 makes everything
+three times as long, and what the others do to it smaller.
 
 ``ratio`` is the median over rounds of a method's seconds / the ideal's in the same round.
 """
@@ -155,7 +155,8 @@ def run_job(
     """Run ``balance_ranks.py`` on ``ranks`` ranks; return its cases, none where it cannot run."""
     cluster: Cluster = job["cluster"]
     bound = job["elements"] == BOUND_ELEMENTS
-    elements = round(options.scale * job["elements"])
+    sent_share = 2 * (ranks - 1) / ranks  # of the bytes, by a ring; alike seconds for all ranks
+    elements = round(options.scale * job["elements"] / sent_share)
     cgroup = options.speeds == "cgroup"
     title = ", ".join(phase["case"] for phase in job["phases"])
     problem = why_not() if bound or cgroup else ""
