@@ -28,7 +28,7 @@ class Cluster:
 CLUSTERS: dict[str, dict[int, Cluster]] = {
     # Fast ranks that wait for their data, as fast accelerators often do.
     "unlike": {
-        2: Cluster((1, 3), (0.2, 0.7)),
+        2: Cluster((1, 3), (0.2, 0.8)),
         4: Cluster((1, 1, 2, 4), (0.2, 0.2, 0.5, 0.8)),
     },
     "alike": {
