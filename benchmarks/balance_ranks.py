@@ -30,7 +30,7 @@ from hvd_hetero.telemetry.records import WindowRecord, parse_line  # noqa: E402
 
 ALONE_STEPS, SETTLE_STEPS = 5, 4  # the first of each is left out
 EXCHANGES = 7
-UNITS_PER_SECOND = 50_000  # of work, about what one core does; speeds are measured, not set by it
+UNITS_PER_SECOND = 100_000  # of work, about what one core does; speeds are measured, not set by it
 
 
 class Work:

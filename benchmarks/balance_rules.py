@@ -173,7 +173,8 @@ def verdicts_of(cases: Sequence[Mapping[str, Any]]) -> list[Verdict]:
             Verdict("of LB-BSP, with noise", name, case["ratio_to_lb_bsp"], 1.0 + noise)
         )
         # By the ranks' own lines, not by what is judged: is there more to win than noise?
-        if expected["lb-bsp"] > (1.0 + 2.0 * noise) * expected["ideal"]:
+        to_win = expected["lb-bsp"] > (1.0 + 2.0 * noise) * expected["ideal"]
+        if to_win and case["case"].startswith("bound"):
             verdicts.append(
                 Verdict("better than LB-BSP", name, case["ratio_to_lb_bsp"], 1.0 - noise)
             )
