@@ -151,7 +151,7 @@ class Lab:
         _hosts_file(self.name).write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         self.set_rate(self._rate)
         for host, share in enumerate(self._shares, start=1):
-            _limit_cpu(f"{self.name}{host}", share)
+            limit_cpu(f"{self.name}{host}", share)
 
 
 def remove(name: str) -> None:
@@ -176,7 +176,7 @@ def _hosts_file(name: str) -> Path:
     return Path(f"/run/{name}.lab.hosts")
 
 
-def _limit_cpu(group: str, share: float) -> None:
+def limit_cpu(group: str, share: float) -> None:
     quota = int(share * _SHARE_PERIOD_MICROSECONDS)
     first, second = (root / group for root in _CGROUP_ROOTS)
     try:
