@@ -177,6 +177,7 @@ def _hosts_file(name: str) -> Path:
 
 
 def limit_cpu(group: str, share: float) -> None:
+    """Give the CPU cgroup of a host ("hetlab1") ``share`` cores; a rank on it may call it too."""
     quota = int(share * _SHARE_PERIOD_MICROSECONDS)
     first, second = (root / group for root in _CGROUP_ROOTS)
     try:
