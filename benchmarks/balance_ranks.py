@@ -120,7 +120,7 @@ class Training:
     ) -> None:
         self.method = method
         self.seconds: list[float] = []  # of a step, by turn
-        self.predicted_seconds: list[float | None] = []  # by the plan in force, by turn
+        self.predicted_seconds: list[float | None] = []  # before the turn, by turn; rank 0
         self.steps = 0
         samples = options["global_batch_size"]
         self.balancer = het.Balancer(samples, fixed_local_batches=fixed)
@@ -136,7 +136,7 @@ class Training:
 
     def turn(self) -> None:
         """Do one pass and keep the median of its steps' seconds."""
-        plan = self.balancer.plan
+        self.predicted_seconds.append(self.balancer.expected_seconds)
         ends = []
         for (x,) in self._loader:
             self._optimizer.zero_grad()
@@ -145,7 +145,6 @@ class Training:
             ends.append(time.perf_counter())
         steps = [b - a for a, b in itertools.pairwise(ends)]
         self.seconds.append(statistics.median(steps))
-        self.predicted_seconds.append(plan.predicted_step_seconds)
         self.steps += len(ends)
 
     def forget(self) -> None:

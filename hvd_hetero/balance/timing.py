@@ -6,7 +6,7 @@ own work: time spent waiting for others is left out, and clocks of two hosts are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -16,6 +16,8 @@ from hvd_hetero.balance.lines import TimingPoint
 from hvd_hetero.errors import ConfigurationError, check_float, check_int
 
 MAD_TO_STANDARD_DEVIATION = 1.4826  # for normally distributed values
+LEAST_SHARE = 0.1  # of a window's steps that may wait less than what is called least
+_WINDOW_SECONDS = ("step_seconds", "wait_seconds", "least_wait_seconds", "after_ready_seconds")
 _STEP_SECONDS = (
     "ready_seconds",
     "done_seconds",
@@ -61,20 +63,23 @@ class WindowTiming:
     points: one per local batch size, ascending by size. step_seconds: median step.
     wait_seconds: median time between the end of the own work, compression included, and the end of
     the exchange.
-    after_ready_seconds: median time between the first bucket being ready and that end.
-    after_bucket_seconds: the same of every bucket, in the order of launch; empty: not known.
+    The rest is of the steps that waited least, as jitter of the ranks only ever adds to a wait:
+    least_wait_seconds: of the same time. after_ready_seconds: between the first bucket being ready
+    and that end. after_bucket_seconds: the same of every bucket, in the order of launch; empty: not
+    known.
     """
 
     points: tuple[TimingPoint, ...]
     step_seconds: float
     wait_seconds: float
+    least_wait_seconds: float
     after_ready_seconds: float
     after_bucket_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.points:
             raise ConfigurationError("points=(): a window needs at least one timed step")
-        for name in ("step_seconds", "wait_seconds", "after_ready_seconds"):
+        for name in _WINDOW_SECONDS:
             check_float(name, getattr(self, name), minimum=0.0)
 
     @property
@@ -88,6 +93,7 @@ class WindowTiming:
             "points": [point.to_dict() for point in self.points],
             "step_seconds": self.step_seconds,
             "wait_seconds": self.wait_seconds,
+            "least_wait_seconds": self.least_wait_seconds,
             "after_ready_seconds": self.after_ready_seconds,
             "after_bucket_seconds": list(self.after_bucket_seconds),
         }
@@ -100,6 +106,7 @@ class WindowTiming:
                 points=tuple(TimingPoint.from_dict(point) for point in data["points"]),
                 step_seconds=data["step_seconds"],
                 wait_seconds=data["wait_seconds"],
+                least_wait_seconds=data["least_wait_seconds"],
                 after_ready_seconds=data["after_ready_seconds"],
                 after_bucket_seconds=tuple(data["after_bucket_seconds"]),
             )
@@ -131,12 +138,14 @@ def summarise(steps: Sequence[StepTiming]) -> WindowTiming:
         points=tuple(_point(batch, groups[batch]) for batch in sorted(groups)),
         step_seconds=median(max(step.end_seconds, _own(step)) for step in used),
         wait_seconds=median(max(0.0, step.end_seconds - _own(step)) for step in used),
-        after_ready_seconds=median(max(0.0, step.end_seconds - _ready(step)) for step in used),
-        after_bucket_seconds=_medians(
+        least_wait_seconds=_least([max(0.0, step.end_seconds - _own(step)) for step in used]),
+        after_ready_seconds=_least([max(0.0, step.end_seconds - _ready(step)) for step in used]),
+        after_bucket_seconds=_columns(
+            _least,
             [
                 tuple(max(0.0, step.end_seconds - ready) for ready in step.bucket_seconds)
                 for step in used
-            ]
+            ],
         ),
     )
 
@@ -150,10 +159,11 @@ def exchange_times(
     Every rank sees the exchange end after its own waiting for the slowest, so the least over ranks
     is the exchange itself (Cannikin, section 4.2, takes the same minimum): after the last rank's
     bucket j all buckets from j on are left. With X_j the least after_bucket_seconds, Y the least
-    wait_seconds and S_j the share of the buckets from j on, all exchanges together take
-    min(min_j X_j / S_j, Y / S_last); T_o and T_u are shares of that.
+    least_wait_seconds and S_j the share of the buckets from j on, all exchanges together take
+    min(min_j X_j / S_j, Y / S_last); T_o and T_u are shares of that. What lies hidden within
+    backward may have taken less.
 
-    bucket_shares: each bucket's part of all bytes, in the order of launch. Raises
+    bucket_shares: each bucket's part of the exchange, in the order of launch. Raises
     ConfigurationError for shares that do not add up to 1, or without windows.
     """
     windows = tuple(windows)
@@ -162,7 +172,7 @@ def exchange_times(
     left = shares_left(bucket_shares)
     total = min(
         min(window.after_ready_seconds for window in windows),
-        min(window.wait_seconds for window in windows) / left[-1],
+        min(window.least_wait_seconds for window in windows) / left[-1],
     )
     for window in windows:
         if len(window.after_bucket_seconds) == len(left):
@@ -209,11 +219,18 @@ def critical_bucket(windows: Sequence[WindowTiming], bucket_shares: Sequence[flo
     return best if abs(between - measured) < abs(two_points - measured) else 0
 
 
-def _medians(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Column by column; empty where the rows differ in length."""
+def _least(values: Sequence[float]) -> float:
+    """The smallest but for LEAST_SHARE of them."""
+    return sorted(values)[int(LEAST_SHARE * len(values))]
+
+
+def _columns(
+    of: Callable[[Sequence[float]], float], rows: Sequence[tuple[float, ...]]
+) -> tuple[float, ...]:
+    """``of`` each column; empty where the rows differ in length."""
     if len({len(row) for row in rows}) != 1:
         return ()
-    return tuple(median(column) for column in zip(*rows, strict=True))
+    return tuple(of(column) for column in zip(*rows, strict=True))
 
 
 def _own(step: StepTiming) -> float:
@@ -238,5 +255,5 @@ def _point(batch: int, group: Sequence[StepTiming]) -> TimingPoint:
         compress_seconds=median(step.compress_seconds for step in group),
         input_seconds=min(done, median(step.input_seconds for step in group)),
         backward_seconds=min(done, median(step.backward_seconds for step in group)),
-        bucket_seconds=_medians([step.bucket_seconds for step in group]),
+        bucket_seconds=_columns(median, [step.bucket_seconds for step in group]),
     )

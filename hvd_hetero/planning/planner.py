@@ -14,7 +14,7 @@ from hvd_hetero.balance.lines import RankModel, TimingPoint
 from hvd_hetero.balance.memory import MemoryUse, within_memory
 from hvd_hetero.balance.optperf import Bounds, Solution, solve
 from hvd_hetero.balance.perf_model import FORGETTING, RankModelFit
-from hvd_hetero.balance.timing import WindowTiming, critical_bucket, exchange_times
+from hvd_hetero.balance.timing import WindowTiming, critical_bucket
 from hvd_hetero.errors import (
     ConfigurationError,
     InfeasibleBatchError,
@@ -30,7 +30,7 @@ from hvd_hetero.planning.planner_state import (
     PlannerState,
     even_split,
 )
-from hvd_hetero.planning.prediction import models_of, step_of
+from hvd_hetero.planning.prediction import expected_seconds, models_of, step_of
 
 __all__ = [
     "PlanEffect",
@@ -43,6 +43,9 @@ __all__ = [
 
 GAIN_DEVIATIONS = 4.0  # a gain must also be this many standard errors of the slowest rank
 EXCHANGE_SMOOTHING = 0.5  # share of the newest window in T_o and T_u
+BIAS_SMOOTHING = 0.5  # likewise in the bias of predictions, ...
+BIAS_RANGE = (0.8, 1.25)  # ... which stays within these
+LEARNING_GAIN = 0.5  # of min_gain that is enough in the first windows, and after real changes
 
 
 def first_plan(config: PlannerConfig, ranks: int) -> Plan:
@@ -87,6 +90,22 @@ def advance(
         )
     exchange = exchange or ExchangeView()
     state = _observe(state, windows, bucket_shares, exchange, memory)
+    state = _next(config, state, windows, exchange)
+    models, _ = models_of(state)
+    if models is None:
+        return replace(state, expected_seconds=None)
+    times = exchange.expected(state.exchange_seconds or (0.0, 0.0), state.bucket)
+    expected = expected_seconds(state, models, state.plan.local_batches, times)
+    return replace(state, expected_seconds=expected)
+
+
+def _next(
+    config: PlannerConfig,
+    state: PlannerState,
+    windows: Sequence[WindowTiming],
+    exchange: ExchangeView,
+) -> PlannerState:
+    """Return the state with the plan for the next window."""
     if config.fixed_local_batches is not None:
         return _keep(state, "fixed_local_batches")
     must = _broken(config, state.plan)
@@ -99,7 +118,7 @@ def advance(
         if not must:
             return _keep(state, "a rank has no usable timing yet")
         return _change(state, Solution(even_split(config), 0.0), f"even split: {must}", None)
-    times = exchange.expected(state.exchange_seconds or (0.0, 0.0))
+    times = exchange.expected(state.exchange_seconds or (0.0, 0.0), state.bucket)
     bounds = within_memory(config.bounds, state.memory)
     try:
         best = best_split(config, models, times, bounds)
@@ -132,8 +151,8 @@ def _observe(
     memory: Sequence[MemoryUse | None],
 ) -> PlannerState:
     """Take a window into what is known."""
-    bucket = critical_bucket(windows, bucket_shares)
-    measured = exchange_times(windows, bucket_shares, bucket)
+    bucket = critical_bucket(windows, exchange.shares(bucket_shares))
+    measured = exchange.measured(windows, bucket_shares, bucket)
     known = state.exchange_seconds
     other = known is not None and state.exchange != exchange.now
     past = measured if known is None or other or bucket != state.bucket else known
@@ -152,7 +171,7 @@ def _observe(
         seconds = max(window.step_seconds for window in windows)
         effect = replace(effect, measured_seconds=seconds)
     uses = tuple(memory) or (None,) * len(windows)
-    return replace(
+    state = replace(
         state,
         windows=state.windows + 1,
         windows_since_change=state.windows_since_change + 1,
@@ -167,6 +186,13 @@ def _observe(
         learning=LEARNING_WINDOWS if upset else max(state.learning - 1, 0),
         effect=effect,
     )
+    models, _ = models_of(state)
+    if models is None or not _measured(state.plan, windows):
+        return state
+    expected = expected_seconds(state, models, state.plan.local_batches, (overlapped, final))
+    found = state.bias * max(window.step_seconds for window in windows) / expected
+    bias = state.bias + BIAS_SMOOTHING * (found - state.bias)
+    return replace(state, bias=min(max(bias, BIAS_RANGE[0]), BIAS_RANGE[1]))
 
 
 def _seen_until(bucket: int, fit: RankModelFit, point: TimingPoint, before: int) -> RankModelFit:
@@ -186,7 +212,8 @@ def _decide(
 ) -> PlannerState:
     """Weigh the best split against the plan in force."""
     if must:
-        return _change(state, best, f"{basis}: {must}", best.step_seconds)
+        predicted = expected_seconds(state, models, best.local_batches, times)
+        return _change(state, best, f"{basis}: {must}", predicted)
     now, slowest = step_of(models, state.plan.local_batches, times)
     gain = 1.0 - best.step_seconds / now if now > 0.0 else 0.0
     # Windows that all say the same say more than the newest, of which the fit keeps a few.
@@ -194,10 +221,9 @@ def _decide(
     noise = GAIN_DEVIATIONS * state.fits[slowest].relative_error() / evidence
     if best.local_batches == state.plan.local_batches or gain <= 0.0:
         return _keep(state, f"already the best split by {basis}, {now * 1e3:.4g} ms a step")
-    if gain < config.min_gain:
-        return _keep(
-            state, f"predicted gain {gain:.1%} below min_gain {config.min_gain:.1%} ({basis})"
-        )
+    least = config.min_gain * (LEARNING_GAIN if state.learning else 1.0)
+    if gain < least:
+        return _keep(state, f"predicted gain {gain:.1%} below min_gain {least:.1%} ({basis})")
     if gain < noise:
         return _keep(
             state,
@@ -214,12 +240,13 @@ def _decide(
         )
     changed = [rank for rank, fit in enumerate(state.fits) if fit.changed]
     cause = f"; speed changed on rank {', '.join(map(str, changed[:8]))}" if changed else ""
+    predicted = expected_seconds(state, models, best.local_batches, times)
     return _change(
         state,
         best,
         f"{basis}: predicted {now * 1e3:.4g} -> {best.step_seconds * 1e3:.4g} ms a step "
         f"(gain {gain:.1%}), limited by rank {slowest}{cause}",
-        best.step_seconds,
+        predicted,
     )
 
 

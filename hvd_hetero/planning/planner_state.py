@@ -108,7 +108,8 @@ class PlannerState:
     ``exchange``, None before the first window. bucket: the one whose being ready counts, see
     ``timing.critical_bucket``. memory: one per rank. learning: windows left in
     which plans may follow each other. asking: windows in a row in which a change was predicted to
-    pay. effect: of the newest plan that replaced another.
+    pay. effect: of the newest plan that replaced another. bias: what steps took over what was
+    expected of them. expected_seconds: of a step in the next window; None: not known yet.
     """
 
     plan: Plan
@@ -123,6 +124,8 @@ class PlannerState:
     learning: int = LEARNING_WINDOWS
     asking: int = 0
     effect: PlanEffect | None = None
+    bias: float = 1.0
+    expected_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not self.fits:
@@ -152,6 +155,8 @@ class PlannerState:
             "learning": self.learning,
             "asking": self.asking,
             "effect": None if self.effect is None else asdict(self.effect),
+            "bias": self.bias,
+            "expected_seconds": self.expected_seconds,
         }
 
     @classmethod
@@ -172,6 +177,8 @@ class PlannerState:
                 learning=int(data["learning"]),
                 asking=int(data["asking"]),
                 effect=None if effect is None else PlanEffect(**effect),
+                bias=float(data["bias"]),
+                expected_seconds=data["expected_seconds"],
             )
         except (KeyError, TypeError) as error:
             raise ConfigurationError(

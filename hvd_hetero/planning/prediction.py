@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from hvd_hetero.balance.lines import Line, RankModel
 from hvd_hetero.balance.optperf import step_seconds
 from hvd_hetero.planning.planner_state import PlannerState
+
+_GRID = 129
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,39 @@ def step_of(
     return step_seconds(models, batches, overlapped, final), slowest
 
 
+def expected_seconds(
+    state: PlannerState,
+    models: Sequence[RankModel],
+    batches: Sequence[int],
+    times: tuple[float, float],
+) -> float:
+    """Return the mean of a step: every step waits for the rank that is last in it.
+
+    The mean of the largest of independent normal variables, with each rank's seconds as its mean
+    and its noise as its deviation; more than the seconds of the slowest rank by far where many are
+    alike. Then corrected by what steps took more or less than that.
+    """
+    overlapped, final = times
+    means, deviations = [], []
+    for model, fit, batch in zip(models, state.fits, batches, strict=True):
+        done = model.done(batch)
+        means.append(max(done, model.ready(batch) + overlapped))
+        deviations.append(math.sqrt(fit.noise) * done)
+    return (_mean_of_largest(means, deviations) + final) * state.bias
+
+
+def _mean_of_largest(means: Sequence[float], deviations: Sequence[float]) -> float:
+    center = torch.tensor(means, dtype=torch.float64)
+    width = torch.tensor(deviations, dtype=torch.float64).clamp(min=1e-9)
+    low = float((center - 4.0 * width).max())  # below this it hardly ever is
+    high = float((center + 5.0 * width).max())
+    near = center + 5.0 * width > low
+    grid = torch.linspace(low, high, _GRID, dtype=torch.float64)
+    each = torch.special.ndtr((grid[:, None] - center[near]) / width[near])
+    above = 1.0 - each.prod(dim=1)
+    return low + float(torch.trapezoid(above, grid))
+
+
 def predict(state: PlannerState, local_batches: Sequence[int]) -> Prediction | None:
     """Return what a step would take under any plan; None: not known yet.
 
@@ -66,6 +104,7 @@ def predict(state: PlannerState, local_batches: Sequence[int]) -> Prediction | N
     models, _ = models_of(state)
     if models is None or state.exchange_seconds is None:
         return None
-    seconds, slowest = step_of(models, local_batches, state.exchange_seconds)
-    fit = state.fits[slowest]
-    return Prediction(seconds, fit.relative_error(local_batches[slowest]))
+    _, slowest = step_of(models, local_batches, state.exchange_seconds)
+    seconds = expected_seconds(state, models, local_batches, state.exchange_seconds)
+    error = state.fits[slowest].relative_error(local_batches[slowest])
+    return Prediction(seconds, error)

@@ -169,6 +169,11 @@ class Balancer:
         return self._state.effect
 
     @property
+    def expected_seconds(self) -> float | None:
+        """Seconds of a step that rank 0 expects in the window under way; None: not known yet."""
+        return self._state.expected_seconds
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one backward pass over all ranks."""
         return self._config.global_batch_size
@@ -323,6 +328,11 @@ class Balancer:
         return self.timer.loading()
 
     # ---- what the optimizer uses ----------------------------------------------------------------
+
+    @property
+    def learns(self) -> bool:
+        """Whether plans follow from timings."""
+        return self._config.fixed_local_batches is None
 
     def check_free(self) -> None:
         """Raise ConfigurationError when an optimizer listens already."""

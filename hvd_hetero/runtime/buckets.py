@@ -15,6 +15,8 @@ import torch
 from hvd_hetero.compression.feedback import ErrorFeedback
 from hvd_hetero.compression.topk import value_dtype
 
+PARTS = 16  # in which exchanges are timed that are not by buckets
+
 
 @dataclass(frozen=True)
 class Member:
@@ -201,3 +203,24 @@ def build_buckets(
             open_key, start = key, 0
         groups[-1].append(Member(name, parameter, start, start + parameter.numel()))
     return [Bucket(first_index + number, members) for number, members in enumerate(groups)]
+
+
+def parts_of(buckets: Sequence[Bucket]) -> tuple[dict[int, int], list[float]]:
+    """Cut the parameters, in the order of launch, into about PARTS parts, for what goes piecewise.
+
+    Returns by the id of a parameter its part, and each part's share of all elements.
+    """
+    members = [member for bucket in buckets for member in bucket.members]
+    total = max(sum(member.parameter.numel() for member in members), 1)
+    part_of: dict[int, int] = {}
+    shares: list[float] = []
+    before, last = 0, -1
+    for member in members:
+        place = PARTS * before // total
+        if place != last:
+            shares.append(0.0)
+            last = place
+        part_of[id(member.parameter)] = len(shares) - 1
+        shares[-1] += member.parameter.numel() / total
+        before += member.parameter.numel()
+    return part_of, shares

@@ -17,21 +17,19 @@ from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.planning import policy
-from hvd_hetero.planning.cost_model import CostModel, LocalCosts
-from hvd_hetero.planning.exchange_view import ExchangeView
+from hvd_hetero.planning.cost_model import LocalCosts
 from hvd_hetero.planning.objective import Penalty, default_penalty
-from hvd_hetero.planning.refine import ExchangeTiming, refined_by_steps
 from hvd_hetero.planning.sparse_bytes import repeatable_exchange
 from hvd_hetero.planning.step_time import (
     Option,
     RankTimes,
-    bucket_seconds,
     predict_options,
 )
 from hvd_hetero.runtime.agreement import Channel, Message
 from hvd_hetero.runtime.clock import wait_until
+from hvd_hetero.runtime.exchange_costs import ExchangeCosts
 from hvd_hetero.runtime.exchanger import GradientExchanger, SparsityMode
-from hvd_hetero.runtime.probe import measure_collectives, measure_local
+from hvd_hetero.runtime.probe import measure_local
 
 logger = logging.getLogger("hvd_hetero")
 
@@ -68,6 +66,7 @@ class CompressionControl:
         channel: Channel,
         optimizer: torch.optim.Optimizer,
         timeout_seconds: float,
+        costs: ExchangeCosts | None,
         follows: bool = False,
     ) -> None:
         self.spec = spec
@@ -77,14 +76,14 @@ class CompressionControl:
         self._channel = channel
         self._optimizer = optimizer
         self._timeout_seconds = timeout_seconds
-        self._costs: CostModel | None = None
+        self._costs = costs
         self._local: LocalCosts | None = None
         self._state: policy.PolicyState | None = None
         self.curves: Curves | None = None
         self._begun = False  # alike on all ranks
         self.reason = f"dense for the first {spec.dense_steps} steps" if spec.dense_steps else ""
-        if spec.policy != "fixed" and not follows:
-            self._measure_costs()
+        if costs is not None:
+            self._measure_own_costs()
         if spec.dense_steps == 0 and not follows:
             self._begin()
 
@@ -109,12 +108,6 @@ class CompressionControl:
             self._exchanger.set_mode(SparsityMode(), flush_steps=1)
         self.after_step(steps)
 
-    def report(self) -> Message:
-        """Return what rank 0 needs of this rank besides its timings, since the last report."""
-        timings = self._exchanger.clock.take()
-        known = timings if self._costs is not None else []
-        return {"exchanges": [timing.to_list() for timing in known]}
-
     def collect(self) -> torch.Tensor | None:
         """Sum what was sampled over ranks; None when nothing was asked for. Blocks."""
         sample = self._exchanger.sample
@@ -133,7 +126,6 @@ class CompressionControl:
         self,
         sums: torch.Tensor | None,
         windows: Sequence[WindowTiming | None],
-        reports: Sequence[Message],
         samples_per_step: float,
     ) -> Message:
         """Return the choice for the next window; rank 0 only."""
@@ -147,13 +139,12 @@ class CompressionControl:
         if len(timed) < len(windows):
             reason = "kept: no typical step in this window"
             return self._message(mode.cf, mode.strategy, mode.sample, reason)
-        self._refine_costs(reports)
         typical = [window.typical for window in timed]
         step_seconds = max(window.step_seconds for window in timed)
         rank_times = [RankTimes(point.ready_seconds, point.done_seconds) for point in typical]
         done = [point.done_seconds + point.compress_seconds for point in typical]
         observation = policy.Observation(
-            option=_option(mode),
+            option=mode.option,
             step_seconds=step_seconds,
             exposed_seconds=max(step_seconds - max(done), 0.0),
             samples_per_step=samples_per_step,
@@ -163,21 +154,6 @@ class CompressionControl:
         )
         self._state, decision = policy.advance(self.spec, state, observation)
         return self._message(decision.cf, decision.strategy, decision.measure, decision.reason)
-
-    def exchange_view(self, choice: Message | None) -> ExchangeView:
-        """Return how gradients travel now and, by ``choice``, in the next steps; None: alike."""
-        now = _option(self._exchanger.mode)
-        then = (
-            now
-            if choice is None
-            else Option(choice["cf"], "dense" if choice["cf"] is None else choice["strategy"])
-        )
-        modelled = {}
-        if self._costs is not None and then != now:
-            for option in (now, then):
-                *early, last = self._bucket_seconds(option, self._costs) or [0.0]
-                modelled[str(option)] = (sum(early), last)
-        return ExchangeView(str(now), str(then), modelled)
 
     def apply(self, choice: Message) -> bool:
         """Compress as rank 0 chose from the next step on; return whether the factor changed."""
@@ -192,10 +168,10 @@ class CompressionControl:
         if mode.sample and not self._follows:  # a step takes the same way without a sample
             self._prepare_sample()
         self._exchanger.set_mode(mode, self.spec.flush_steps)
-        changed = _option(mode) != _option(before)
+        changed = mode.option != before.option
         looked_in_vain = mode.cf is None and before.sample and not mode.sample
         if changed or looked_in_vain:
-            logger.info("compression: %s: %s", _option(mode), choice["reason"])
+            logger.info("compression: %s: %s", mode.option, choice["reason"])
         return changed
 
     # ---- checkpoints ----------------------------------------------------------------------------
@@ -211,7 +187,7 @@ class CompressionControl:
             "reason": self.reason,
             "follows": self._follows,
             "policy": None if self._state is None else self._state.to_dict(),
-            "costs": None if self._costs is None else self._costs.to_dict(),
+            "costs": None if self._costs is None else self._costs.model.to_dict(),
             "sample": None if sample is None else sample.state_dict(),
             "sample_layout": None if sample is None else list(sample.bucket_elements),
         }
@@ -242,8 +218,8 @@ class CompressionControl:
         self.reason = state["reason"]
         if state["policy"] is not None:
             self._state = policy.PolicyState.from_dict(state["policy"])
-        if same_ranks and state["costs"] is not None:
-            self._costs = CostModel.from_dict(state["costs"])
+        if same_ranks and self._costs is not None and state["costs"] is not None:
+            self._costs.load(state["costs"])
         if sample and not self._follows:
             self._prepare_sample()
             new = self._exchanger.sample
@@ -258,10 +234,7 @@ class CompressionControl:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _measure_costs(self) -> None:
-        self._costs = measure_collectives(
-            self._collectives, self._timeout_seconds, prefix=self._exchanger.prefix
-        )
+    def _measure_own_costs(self) -> None:
         largest = max(self._exchanger.buckets, key=lambda bucket: bucket.elements, default=None)
         if largest is None:  # all frozen as yet
             own = measure_local(_TYPICAL_ELEMENTS, torch.float32, torch.device("cpu"))
@@ -271,16 +244,6 @@ class CompressionControl:
         all_costs = [one["local"] for one in everyone]
         slowest = {name: max(one[name] for one in all_costs) for name in all_costs[0]}
         self._local = LocalCosts.from_dict(slowest)
-
-    def _refine_costs(self, reports: Sequence[Message]) -> None:
-        if self._costs is None:
-            return
-        self._costs = refined_by_steps(
-            self._costs,
-            [[ExchangeTiming.from_list(one) for one in report["exchanges"]] for report in reports],
-            [(bucket.elements, bucket.feedback.dtype) for bucket in self._exchanger.buckets],
-            self.spec.values,
-        )
 
     def _begin(self) -> None:
         self._begun = True
@@ -347,25 +310,11 @@ class CompressionControl:
             [bucket.elements for bucket in self._exchanger.buckets],
             self._collectives.size,
             {cf: self._entries(cf) for cf in spec.ladder()},
-            self._costs,
+            self._costs.model,
             self._local,
             spec.values,
             rank_times,
             dtypes=[bucket.dense_dtype for bucket in self._exchanger.buckets],
-        )
-
-    def _bucket_seconds(self, option: Option, costs: CostModel) -> list[float]:
-        """Return the seconds of each bucket's exchange by the cost model."""
-        buckets = self._exchanger.buckets
-        entries = [0] * len(buckets) if option.cf is None else self._entries(option.cf)
-        return bucket_seconds(
-            option,
-            [bucket.elements for bucket in buckets],
-            [bucket.dense_dtype for bucket in buckets],
-            entries,
-            self._collectives.size,
-            costs,
-            self.spec.values,
         )
 
     def _penalty(self) -> Penalty:
@@ -386,7 +335,3 @@ def optimizer_family(optimizer: torch.optim.Optimizer) -> str:
     if names & {"SGD", "ASGD"}:
         return "sgd"
     return "adam" if names & set(_ADAM_LIKE) else "other"
-
-
-def _option(mode: SparsityMode) -> Option:
-    return Option(mode.cf, "dense" if mode.cf is None else mode.strategy)

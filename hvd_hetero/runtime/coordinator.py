@@ -21,6 +21,7 @@ from hvd_hetero.balance.timing import StepTiming, WindowTiming, summarise
 from hvd_hetero.compression.spec import Adaptive
 from hvd_hetero.environment import LOG
 from hvd_hetero.exchange.collectives import Collectives
+from hvd_hetero.planning.exchange_view import ExchangeView
 from hvd_hetero.runtime.agreement import (
     Channel,
     CollectivesChannel,
@@ -31,7 +32,8 @@ from hvd_hetero.runtime.agreement import (
 from hvd_hetero.runtime.balancer import Balancer
 from hvd_hetero.runtime.compression_control import CompressionControl
 from hvd_hetero.runtime.drift import check_drift
-from hvd_hetero.runtime.exchanger import GradientExchanger
+from hvd_hetero.runtime.exchange_costs import ExchangeCosts
+from hvd_hetero.runtime.exchanger import GradientExchanger, SparsityMode
 from hvd_hetero.runtime.mpi import (
     EXPECTED_WITHOUT_MPI,
     install_abort_hook,
@@ -126,11 +128,18 @@ class Coordinator:
         self._plan_reason = ""
         self._changed: list[str] = []
         self._overhead = Overhead()
+        self._expected_seconds: float | None = None
         self._slow: tuple[SlowRank, ...] = ()
         self._slow_told: set[tuple[int, str]] = set()
         if balancer is not None:
             self._open_window("balance", balancer.window_steps)
             self._plan_reason = balancer.plan.reason
+        self._costs: ExchangeCosts | None = None
+        learns = balancer is not None and balancer.learns
+        adapts = options.spec is not None and options.spec.policy != "fixed"
+        if collectives.size > 1 and options.replay is None and (learns or adapts):
+            values_as = "float16" if options.spec is None else options.spec.values
+            self._costs = ExchangeCosts(exchanger, collectives, values_as, timeout_seconds)
         self.control: CompressionControl | None = None
         if options.spec is not None and collectives.size > 1:
             if options.replay is None:
@@ -142,6 +151,7 @@ class Coordinator:
                 channel=channel,
                 optimizer=optimizer,
                 timeout_seconds=timeout_seconds,
+                costs=self._costs if adapts else None,
                 follows=options.replay is not None,
             )
         self._replay: Replay | None = None
@@ -265,6 +275,8 @@ class Coordinator:
         if self._sink is not None and "record" in due:
             self._sink.write(self._window_record(reports))
             self._changed = []
+        if self._balancer is not None:
+            self._expected_seconds = self._balancer.expected_seconds
 
     def _agreed(self, due: Sequence[str], reports: Sequence[Message]) -> Message:
         """Return what rank 0 decides from all reports."""
@@ -282,6 +294,8 @@ class Coordinator:
         report: Message = {"timings": {}, "alike": {}}
         if "record" in due:
             report["overhead"] = self._overhead.take(self._timer.own_seconds)
+        if self._costs is not None:
+            report.update(self._costs.report())
         for name in due:
             timings, self._timings[name] = self._timings[name], []
             report["timings"][name] = summarise(timings).to_dict() if timings else None
@@ -291,7 +305,6 @@ class Coordinator:
             position = self._balancer.position
             report["alike"][f"(pass, batch) of the loader after step {self.steps}"] = position
         if "compression" in due and self.control is not None:
-            report.update(self.control.report())
             # A parameter frozen on one rank only holds back there what others have sent.
             report["alike"]["frozen parameters"] = self._exchanger.frozen_parameters()
         return report
@@ -300,23 +313,32 @@ class Coordinator:
         self, due: Sequence[str], reports: Sequence[Message], sums: torch.Tensor | None
     ) -> Message:
         decision: Message = {}
-        then = None
+        if self._costs is not None:
+            self._costs.refine(reports)
+        then = self._exchanger.mode
         if "compression" in due and self.control is not None:
-            then = decision["compression"] = self.control.decide(
+            choice = decision["compression"] = self.control.decide(
                 sums,
                 _windows(reports, "compression"),
-                reports,
                 1.0 if self._balancer is None else float(self._balancer.global_batch_size),
             )
+            then = SparsityMode(choice["cf"], choice["strategy"], tuple(choice["entries"]))
         if "balance" in due and self._balancer is not None:
-            view = None if self.control is None else self.control.exchange_view(then)
             decision["balance"] = self._balancer.decide(
                 _windows(reports, "balance"),
                 reports,
-                self._exchanger.bucket_shares(),
-                view,
+                self._exchanger.launch_shares(self._exchanger.mode),
+                self._exchange_view(then),
             )
         return decision
+
+    def _exchange_view(self, then: SparsityMode) -> ExchangeView:
+        """Return how gradients travel now, and how they will."""
+        now = self._exchanger.mode
+        modelled = {}
+        if self._costs is not None:
+            modelled = {str(mode.option): self._costs.launch_seconds(mode) for mode in (now, then)}
+        return ExchangeView(str(now.option), str(then.option), modelled)
 
     def _apply(self, decision: Message) -> None:
         if "balance" in decision and self._balancer is not None:
@@ -358,7 +380,7 @@ class Coordinator:
             backward_seconds=each("backward_seconds"),
             compress_seconds=each("compress_seconds"),
             slow_ranks=tuple(asdict(slow) for slow in self._slow),
-            predicted_step_seconds=None if effect is None else effect.predicted_seconds,
+            predicted_step_seconds=self._expected_seconds,
             step_seconds_before=None if effect is None else effect.before_seconds,
             overhead_seconds=overhead_of([r["overhead"] for r in reports]) / steps,
             local_batches=() if plan is None else plan.local_batches,

@@ -27,7 +27,8 @@ from hvd_hetero.exchange.exchange import Exchange
 from hvd_hetero.exchange.in_place import InPlaceExchange
 from hvd_hetero.exchange.shared_index import SharedIndexExchange
 from hvd_hetero.planning.sparse_bytes import sparse_saves_bytes
-from hvd_hetero.runtime.buckets import Bucket, Member, build_buckets
+from hvd_hetero.planning.step_time import Option
+from hvd_hetero.runtime.buckets import Bucket, Member, build_buckets, parts_of
 from hvd_hetero.runtime.clock import wait_until
 from hvd_hetero.runtime.exchange_clock import ExchangeClock
 from hvd_hetero.runtime.timings import StepTimer
@@ -67,6 +68,18 @@ class SparsityMode:
     strategy: str = "allgather"
     entries: tuple[int, ...] = ()
     sample: bool = False
+
+    @property
+    def option(self) -> Option:
+        """The factor with the exchange that carries it, as policies name it."""
+        return Option(self.cf, "dense" if self.cf is None else self.strategy)
+
+    def k_of(self, bucket: int, elements: int) -> int:
+        """Return the entries kept of a bucket, 0 when dense."""
+        if self.cf is None:
+            return 0
+        known = bucket < len(self.entries)
+        return self.entries[bucket] if known else k_for(elements, self.cf)
 
 
 class GradientExchanger:
@@ -135,6 +148,7 @@ class GradientExchanger:
             for member in bucket.members:
                 self._places[id(member.parameter)] = (bucket, member)
         self.buckets.extend(added)
+        self._parts, self._part_shares = parts_of(self.buckets)
 
     def layout(self) -> dict[str, str]:
         """Names, shapes and dtypes by bucket, to be compared between ranks."""
@@ -198,7 +212,7 @@ class GradientExchanger:
         """The parameter's gradient is complete; launches the buckets that this fills."""
         bucket, member = self._places[id(parameter)]
         if self.where_it_lies:
-            self._timer.bucket_ready(bucket.index)
+            self._timer.bucket_ready(self._parts[id(parameter)])
             self._start_in_place(bucket, member)
             self.launched_in_backward += 1
             return
@@ -335,8 +349,14 @@ class GradientExchanger:
         strategies, self._strategies = self._strategies, set()
         return " and ".join(sorted(strategies)) or "none"
 
-    def bucket_shares(self) -> list[float]:
-        """Return each bucket's part of all elements, in the order of launch; [1.0] without any."""
+    def launch_shares(self, mode: SparsityMode) -> list[float]:
+        """Return the share in all elements of each piece that is launched, in that order.
+
+        Pieces are buckets, or parts of the parameters where gradients stay where they lie; [1.0]
+        without any.
+        """
+        if self._may_lie(mode):
+            return self._part_shares or [1.0]
         total = sum(bucket.elements for bucket in self.buckets)
         return [bucket.elements / total for bucket in self.buckets] or [1.0]
 
@@ -358,16 +378,19 @@ class GradientExchanger:
         Decided once a step, from what is the same on all ranks.
         """
         if self._where_it_lies is None:
-            self._where_it_lies = (
-                self.mode.cf is None
-                and not self.mode.sample
-                and not self._residuals_open
-                and self._compressor is None
-                and self._local_clip_norm is None
-                and (self.passes_per_step == 1 or not self._per_pass_weights)
-                and all(bucket.can_stay for bucket in self.buckets)
-            )
+            self._where_it_lies = self._may_lie(self.mode)
         return self._where_it_lies
+
+    def _may_lie(self, mode: SparsityMode) -> bool:
+        return (
+            mode.cf is None
+            and not mode.sample
+            and not self._residuals_open
+            and self._compressor is None
+            and self._local_clip_norm is None
+            and (self.passes_per_step == 1 or not self._per_pass_weights)
+            and all(bucket.can_stay for bucket in self.buckets)
+        )
 
     def _start_in_place(self, bucket: Bucket, member: Member) -> None:
         exchange = self._in_place.get(bucket.index)
@@ -429,8 +452,7 @@ class GradientExchanger:
         cf = self.mode.cf
         if cf is None or self._flush_steps_left > 0:
             return 0
-        known = bucket.index < len(self.mode.entries)
-        k = self.mode.entries[bucket.index] if known else k_for(bucket.elements, cf)
+        k = self.mode.k_of(bucket.index, bucket.elements)
         saves = sparse_saves_bytes(
             self._collectives.size,
             k,

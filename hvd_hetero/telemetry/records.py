@@ -77,9 +77,9 @@ class WindowRecord:
     parts of ``compute_seconds`` in every rank (empty: not measured), forward with the update.
     ``slow_ranks``, the slowest first: of each its ``rank``, the ``part`` of its work it is slow in
     (input, forward, backward), and the ``ratio`` of its seconds to the median for the same batch.
-    ``predicted_step_seconds`` is what the plan in force was made for, ``step_seconds_before`` a
-    step under the plan before it; ``overhead_seconds`` what measuring, agreeing and planning cost
-    in a step.
+    ``predicted_step_seconds`` is what was expected of this window when it began,
+    ``step_seconds_before`` a step under the plan before the newest; ``overhead_seconds`` what
+    measuring, agreeing and planning cost in a step.
     """
 
     kind: ClassVar[str] = "window"
