@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
 
 def case_of_records(text: str, name: str) -> Case:
     """Return the ranks of the last run in ``text``, with lines fitted to its windows."""
-    from hvd_hetero.planning.planner import EXCHANGE_SMOOTHING
+    from hvd_hetero.planning.planner import smoothing
     from hvd_hetero.planning.what_if import (
         Cluster,
         ExchangeSeconds,
@@ -154,7 +154,8 @@ def case_of_records(text: str, name: str) -> Case:
     models, fitted = fit_models([(w.local_batches, w.record.compute_seconds) for w in used])
     final = least_wait(used[0])
     for window in used[1:]:
-        final += EXCHANGE_SMOOTHING * (least_wait(window) - final)
+        waited = least_wait(window)
+        final += smoothing(waited, final) * (waited - final)
     total = windows[-1].global_batch_size or sum(used[-1].local_batches)
     ranks = len(models)
     classes = classes_by_speed(models, max(1, total // ranks))

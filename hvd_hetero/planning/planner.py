@@ -42,10 +42,17 @@ __all__ = [
 ]
 
 GAIN_DEVIATIONS = 4.0  # a gain must also be this many standard errors of the slowest rank
-EXCHANGE_SMOOTHING = 0.5  # share of the newest window in T_o and T_u
+# Share of the newest window in T_o and T_u, where they are shorter than before, and longer: what
+# disturbs a step only ever makes the exchange look longer.
+EXCHANGE_SMOOTHING = (0.7, 0.3)
 BIAS_SMOOTHING = 0.5  # likewise in the bias of predictions, ...
 BIAS_RANGE = (0.8, 1.25)  # ... which stays within these
 LEARNING_GAIN = 0.5  # of min_gain that is enough in the first windows, and after real changes
+
+
+def smoothing(seconds: float, before: float) -> float:
+    """Return the share that newly measured exchange seconds get."""
+    return EXCHANGE_SMOOTHING[0 if seconds < before else 1]
 
 
 def first_plan(config: PlannerConfig, ranks: int) -> Plan:
@@ -156,9 +163,8 @@ def _observe(
     known = state.exchange_seconds
     other = known is not None and state.exchange != exchange.now
     past = measured if known is None or other or bucket != state.bucket else known
-    overlapped, final = (
-        old + EXCHANGE_SMOOTHING * (new - old) for old, new in zip(past, measured, strict=True)
-    )
+    share = smoothing(sum(measured), sum(past))
+    overlapped, final = (old + share * (new - old) for old, new in zip(past, measured, strict=True))
     fits = tuple(
         _seen_until(bucket, fit, window.typical, state.bucket).observe(
             [point.until(bucket) for point in window.points]

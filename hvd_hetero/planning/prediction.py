@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from hvd_hetero.balance.lines import Line, RankModel
 from hvd_hetero.balance.optperf import step_seconds
@@ -84,15 +84,17 @@ def expected_seconds(
 
 
 def _mean_of_largest(means: Sequence[float], deviations: Sequence[float]) -> float:
-    center = torch.tensor(means, dtype=torch.float64)
-    width = torch.tensor(deviations, dtype=torch.float64).clamp(min=1e-9)
+    center = np.asarray(means, dtype=np.float64)
+    width = np.maximum(np.asarray(deviations, dtype=np.float64), 1e-9)
     low = float((center - 4.0 * width).max())  # below this it hardly ever is
     high = float((center + 5.0 * width).max())
     near = center + 5.0 * width > low
-    grid = torch.linspace(low, high, _GRID, dtype=torch.float64)
-    each = torch.special.ndtr((grid[:, None] - center[near]) / width[near])
-    above = 1.0 - each.prod(dim=1)
-    return low + float(torch.trapezoid(above, grid))
+    grid = np.linspace(low, high, _GRID)
+    x = (grid[:, None] - center[near]) / width[near]
+    # The normal distribution function, to 3e-4 (as in the usual approximation of GELU).
+    below = 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    above = 1.0 - below.prod(axis=1)
+    return low + float(((above[1:] + above[:-1]) / 2.0 * np.diff(grid)).sum())
 
 
 def predict(state: PlannerState, local_batches: Sequence[int]) -> Prediction | None:
