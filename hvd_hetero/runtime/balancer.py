@@ -511,7 +511,7 @@ class Balancer:
             changed = [
                 f"{n} {data.get(n)!r} -> {options.get(n)!r}"
                 for n in dict.fromkeys([*options, *data])
-                if n not in ("epoch", "used_samples", "order") and data.get(n) != options.get(n)
+                if n not in _PLACE and data.get(n) != options.get(n)
             ]
             if changed:
                 raise ConfigurationError(
@@ -590,6 +590,9 @@ class Balancer:
         self._batches.yielded(batch)
         if batch is None or batch.step == 0:
             self.timer.discard()  # evaluation and loader start-up lie between two epochs
+
+
+_PLACE = ("epoch", "used_samples", "cursor", "order")  # of saved data, what is no option of it
 
 
 def _data_options(sampler: HeteroBatchSampler) -> dict[str, Any]:

@@ -1301,7 +1301,7 @@ def the_next_job_begins_with_the_profile() -> None:
             steps = [
                 [StepTiming(b, s / 2, s, 0.05)] * 9 for b, s in zip(batches, seconds, strict=True)
             ]
-            first.decide([summarise(one) for one in steps], [first.report()] * 2, 1.0, None)
+            first.decide([summarise(one) for one in steps], [first.report()] * 2, [1.0], None)
     hvd.barrier()
     later = het.Balancer(32, profile=path)
     assert later.plan.local_batches[0] > 20, later.plan
