@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from hvd_hetero.balance.lines import Line, RankModel, TimingPoint
@@ -123,9 +124,13 @@ class RankModelFit:
         known sizes: with d >= 0 no slope can be above any of them, and a rank that once got a
         batch of 1 is not taken to need its whole fixed cost for every further sample.
         """
+        return self._estimate
+
+    @cached_property
+    def _estimate(self) -> RankModel | None:
         if not self.points:
             return None
-        _, batch, ready, done, spread = self._moments()
+        _, batch, ready, done, spread = self._moments
         precision = self._precision(done, batch)
 
         def slope(mean: float, values: Sequence[float]) -> float:
@@ -153,7 +158,7 @@ class RankModelFit:
         """
         if not self.points:
             return 1.0
-        total, mean_batch, _, done, spread = self._moments()
+        total, mean_batch, _, done, spread = self._moments
         variance = 1.0 / total
         if batch is not None:
             away = batch - mean_batch
@@ -162,6 +167,7 @@ class RankModelFit:
             done = done if model is None else model.done(batch)
         return math.sqrt(variance) / done if done > 0.0 else 1.0
 
+    @cached_property
     def _moments(self) -> tuple[float, float, float, float, float]:
         """Weight, means of batch, ready and done, and the weighted spread of the batches."""
         total = math.fsum(point.weight for point in self.points)
