@@ -15,7 +15,7 @@ import torch
 from hvd_hetero.compression.feedback import ErrorFeedback
 from hvd_hetero.compression.topk import value_dtype
 
-PARTS = 16  # in which exchanges are timed that are not by buckets
+PARTS = 8  # in which exchanges are timed that are not by buckets
 
 
 @dataclass(frozen=True)

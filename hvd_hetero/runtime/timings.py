@@ -147,11 +147,15 @@ class StepTimer:
 
         backward_end = step.end if step.backward_end is None else step.backward_end
 
+        others = [(span(*pair), pair[1]) for pair in (*step.waits, *step.compress)]
+
         def own(moment: Any) -> float:
             """Seconds of own work until then: without waits and compression that lie before."""
-            others = step.waits + step.compress
-            before = [pair for pair in others if self._marks.seconds(pair[1], moment) >= 0]
-            return max(span(step.start, moment) - total(before), 0.0)
+            seconds = span(step.start, moment)
+            for taken, end in others:
+                if self._marks.seconds(end, moment) >= 0.0:
+                    seconds -= taken
+            return max(seconds, 0.0)
 
         done = own(backward_end)
         buckets = tuple(min(own(step.buckets[index]), done) for index in sorted(step.buckets))
