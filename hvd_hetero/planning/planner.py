@@ -16,10 +16,8 @@ from hvd_hetero.balance.optperf import Bounds, Solution, solve
 from hvd_hetero.balance.perf_model import FORGETTING, RankModelFit
 from hvd_hetero.balance.timing import WindowTiming, critical_bucket
 from hvd_hetero.errors import (
-    ConfigurationError,
     InfeasibleBatchError,
     RankMismatchError,
-    check_int,
 )
 from hvd_hetero.planning.exchange_view import ExchangeView
 from hvd_hetero.planning.plan import Plan
@@ -29,8 +27,10 @@ from hvd_hetero.planning.planner_state import (
     PlannerConfig,
     PlannerState,
     even_split,
+    first_plan,
 )
 from hvd_hetero.planning.prediction import expected_seconds, models_of, step_of
+from hvd_hetero.planning.setback import REJECTED_WINDOWS, is_rejected, proved_slower
 
 __all__ = [
     "PlanEffect",
@@ -53,18 +53,6 @@ LEARNING_GAIN = 0.5  # of min_gain that is enough in the first windows, and afte
 def smoothing(seconds: float, before: float) -> float:
     """Return the share that newly measured exchange seconds get."""
     return EXCHANGE_SMOOTHING[0 if seconds < before else 1]
-
-
-def first_plan(config: PlannerConfig, ranks: int) -> Plan:
-    """Return version 0: the fixed split, or the most even one within the bounds.
-
-    Raises ConfigurationError when ``ranks`` differs from the bounds.
-    """
-    if check_int("ranks", ranks, minimum=1) != config.bounds.ranks:
-        raise ConfigurationError(f"ranks={ranks}: the bounds are for {config.bounds.ranks} ranks")
-    if config.fixed_local_batches is not None:
-        return Plan(0, config.fixed_local_batches, "fixed by fixed_local_batches")
-    return Plan(0, even_split(config), "even split: no rank has been timed yet")
 
 
 def advance(
@@ -96,8 +84,9 @@ def advance(
             f"{state.plan.ranks}: pass one window of every rank, in rank order"
         )
     exchange = exchange or ExchangeView()
+    judged = state.effect
     state = _observe(state, windows, bucket_shares, exchange, memory)
-    state = _next(config, state, windows, exchange)
+    state = _next(config, state, windows, exchange, newly_measured=state.effect != judged)
     models, _ = models_of(state)
     if models is None:
         return replace(state, expected_seconds=None)
@@ -111,6 +100,7 @@ def _next(
     state: PlannerState,
     windows: Sequence[WindowTiming],
     exchange: ExchangeView,
+    newly_measured: bool,
 ) -> PlannerState:
     """Return the state with the plan for the next window."""
     if config.fixed_local_batches is not None:
@@ -125,6 +115,11 @@ def _next(
         if not must:
             return _keep(state, "a rank has no usable timing yet")
         return _change(state, Solution(even_split(config), 0.0), f"even split: {must}", None)
+    if newly_measured and not must:
+        _, slowest = step_of(models, state.plan.local_batches, state.exchange_seconds or (0.0, 0.0))
+        noise = GAIN_DEVIATIONS * state.fits[slowest].relative_error()
+        if proved_slower(config, state, noise):
+            return _take_back(state)
     times = exchange.expected(state.exchange_seconds or (0.0, 0.0), state.bucket)
     bounds = within_memory(config.bounds, state.memory)
     try:
@@ -141,11 +136,17 @@ def _next(
     ]
     if full:
         basis += f", memory limits rank {', '.join(map(str, full[:8]))}"
+    old = state.plan
     state = _decide(config, state, models, basis, best, times, must)
     if state.windows_since_change == 0:  # a new plan
         before = max(window.step_seconds for window in windows)
         plan = state.plan
-        effect = PlanEffect(plan.version, before, plan.predicted_step_seconds)
+        effect = PlanEffect(
+            plan.version,
+            before,
+            plan.predicted_step_seconds,
+            before_local_batches=old.local_batches,
+        )
         state = replace(state, effect=effect)
     return state
 
@@ -190,6 +191,7 @@ def _observe(
             for fit, window, use in zip(state.memory, windows, uses, strict=True)
         ),
         learning=LEARNING_WINDOWS if upset else max(state.learning - 1, 0),
+        rejected_windows=0 if upset else max(state.rejected_windows - 1, 0),
         effect=effect,
     )
     models, _ = models_of(state)
@@ -244,6 +246,8 @@ def _decide(
             f"{config.min_interval_windows})",
             asking=state.asking + 1,
         )
+    if is_rejected(state, best.local_batches):
+        return _keep(state, f"predicted gain {gain:.1%} ({basis}), but it proved slower before")
     changed = [rank for rank, fit in enumerate(state.fits) if fit.changed]
     cause = f"; speed changed on rank {', '.join(map(str, changed[:8]))}" if changed else ""
     predicted = expected_seconds(state, models, best.local_batches, times)
@@ -292,6 +296,17 @@ def _measured(plan: Plan, windows: Sequence[WindowTiming]) -> bool:
     return all(
         any(point.batch == batch for point in window.points)
         for batch, window in zip(plan.local_batches, windows, strict=True)
+    )
+
+
+def _take_back(state: PlannerState) -> PlannerState:
+    """Return to the split before the plan in force."""
+    effect, plan = state.effect, state.plan
+    assert effect is not None
+    best = Solution(effect.before_local_batches, effect.before_seconds)
+    state = _change(state, best, f"taken back: {effect}", effect.before_seconds)
+    return replace(
+        state, effect=None, rejected=plan.local_batches, rejected_windows=REJECTED_WINDOWS
     )
 
 

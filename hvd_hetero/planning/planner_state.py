@@ -80,13 +80,17 @@ class PlanEffect:
 
     before_seconds: under the plan before it, in the window it was made after.
     predicted_seconds: None when nothing was known. measured_seconds: of the first whole window
-    under the plan, None until then.
+    under the plan, None until then. before_local_batches: of the plan before it.
     """
 
     version: int
     before_seconds: float
     predicted_seconds: float | None
     measured_seconds: float | None = None
+    before_local_batches: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "before_local_batches", tuple(self.before_local_batches))
 
     def __str__(self) -> str:
         def ms(seconds: float | None) -> str:
@@ -109,7 +113,9 @@ class PlannerState:
     ``timing.critical_bucket``. memory: one per rank. learning: windows left in
     which plans may follow each other. asking: windows in a row in which a change was predicted to
     pay. effect: of the newest plan that replaced another. bias: what steps took over what was
-    expected of them. expected_seconds: of a step in the next window; None: not known yet.
+    expected of them. rejected: a split that proved slower than the one before it, and is not taken
+    for ``rejected_windows`` more. expected_seconds: of a step in the next window; None: not known
+    yet.
     """
 
     plan: Plan
@@ -125,6 +131,8 @@ class PlannerState:
     asking: int = 0
     effect: PlanEffect | None = None
     bias: float = 1.0
+    rejected: tuple[int, ...] = ()
+    rejected_windows: int = 0
     expected_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -156,6 +164,8 @@ class PlannerState:
             "asking": self.asking,
             "effect": None if self.effect is None else asdict(self.effect),
             "bias": self.bias,
+            "rejected": list(self.rejected),
+            "rejected_windows": self.rejected_windows,
             "expected_seconds": self.expected_seconds,
         }
 
@@ -178,6 +188,8 @@ class PlannerState:
                 asking=int(data["asking"]),
                 effect=None if effect is None else PlanEffect(**effect),
                 bias=float(data["bias"]),
+                rejected=tuple(data["rejected"]),
+                rejected_windows=int(data["rejected_windows"]),
                 expected_seconds=data["expected_seconds"],
             )
         except (KeyError, TypeError) as error:
@@ -196,3 +208,15 @@ def even_split(config: PlannerConfig) -> tuple[int, ...]:
         bounds=config.bounds,
         granule=config.granule,
     ).local_batches
+
+
+def first_plan(config: PlannerConfig, ranks: int) -> Plan:
+    """Return version 0: the fixed split, or the most even one within the bounds.
+
+    Raises ConfigurationError when ``ranks`` differs from the bounds.
+    """
+    if check_int("ranks", ranks, minimum=1) != config.bounds.ranks:
+        raise ConfigurationError(f"ranks={ranks}: the bounds are for {config.bounds.ranks} ranks")
+    if config.fixed_local_batches is not None:
+        return Plan(0, config.fixed_local_batches, "fixed by fixed_local_batches")
+    return Plan(0, even_split(config), "even split: no rank has been timed yet")

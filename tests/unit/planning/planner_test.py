@@ -417,3 +417,48 @@ def test_a_step_is_expected_to_wait_for_whoever_is_last(slopes: list[float], noi
             assert expected is not None
             errors.append(abs(expected / window[0].step_seconds - 1.0))
     assert np.median(errors) < 0.03
+
+
+class Surprising(Cluster):
+    """A cluster whose steps are slow, for a reason no line tells, away from the even split."""
+
+    penalty = 0.05
+
+    def windows(self, batches: tuple[int, ...]) -> list[WindowTiming]:
+        windows = super().windows(batches)
+        extra = 0.0 if max(batches) == min(batches) else self.penalty
+        return [
+            dataclasses.replace(
+                window,
+                step_seconds=window.step_seconds + extra,
+                wait_seconds=window.wait_seconds + extra,
+            )
+            for window in windows
+        ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_split_that_proves_slower_is_taken_back(seed: int) -> None:
+    """Whatever the models say: it is given one window, and left alone for ten."""
+    cluster = Surprising([1e-3, 1.5e-3], noise=0.03, seed=seed)
+    states = cluster.run(config(2, 64), 10)
+    assert any(state.plan.version > 0 for state in states[:4])
+    back = next(state for state in states if state.plan.reason.startswith("taken back: plan "))
+    assert back.plan.local_batches == (32, 32)
+    assert "measured" in back.plan.reason
+    after = states[states.index(back) :]
+    assert {state.plan.version for state in after} == {back.plan.version}
+    assert any("it proved slower before" in state.reason for state in after)
+    cluster.slopes[1] *= 4  # now it is another matter
+    later = cluster.run(config(2, 64), 1, states[-1])[-1]
+    assert later.plan.version == back.plan.version + 1
+    assert later.plan.local_batches[0] > 40
+
+
+def test_noise_takes_little_back() -> None:
+    taken_back = 0
+    for seed in range(20):
+        cluster = Restless([1e-3, 2e-3, 2e-3, 4e-3], noise=0.05, seed=seed)
+        plans = {state.plan for state in cluster.run(config(4, 256), 25)}
+        taken_back += sum(plan.reason.startswith("taken back") for plan in plans)
+    assert taken_back <= 4
