@@ -7,6 +7,7 @@ what is missing; planning needs numpy. Horovod and mpi4py are only ever imported
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except HeteroError as error:
         print(f"hvd-hetero: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # as behind `| head`; Python would complain again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print(

@@ -95,7 +95,7 @@ def _without_samples(state: ControllerState) -> tuple[ControllerState, str]:
     if state.rung is not None:
         return state, "kept: no samples were taken"
     left = max(state.dense_windows_left - 1, 1)
-    return replace(state, dense_windows_left=left), f"dense: {left} windows of waiting left"
+    return replace(state, dense_windows_left=left), f"dense, windows to wait: {left}"
 
 
 def _rules(
@@ -141,7 +141,7 @@ def _while_dense(
     if left > 0 or not measured:
         left = max(left, 1)
         state = replace(state, dense_wait_windows=wait, dense_windows_left=left)
-        return state, f"dense: {left} windows of waiting left"
+        return state, f"dense, windows to wait: {left}"
     gain = curves.momentary[spec.min_cf]
     needed = min(1.0, spec.eps * (1 + spec.dense_margin))
     if _passes(gain, needed):

@@ -47,8 +47,9 @@ def dataset_length(dataset: object) -> int:
     """
     kind = type(dataset).__name__
     remedy = (
-        "build a plain DataLoader with batch_size=balancer.local_batch_size and call "
-        "balancer.set_batch(samples=...) for every batch"
+        "have it yield batches of balancer.local_batch_size samples, a number to be read for each, "
+        "give it to a plain DataLoader with batch_size=None, and call "
+        "balancer.set_batch(samples=...) for every batch (README, Data)"
     )
     if isinstance(dataset, IterableDataset):
         raise ConfigurationError(

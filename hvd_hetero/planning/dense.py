@@ -44,7 +44,7 @@ def while_dense(spec: Adaptive, state: PolicyState, seen: Observation) -> tuple[
     grown = exposed > _GROWN * before
     left = max(state.dense_left - 1, 1)
     if left > 1 and not grown:
-        return replace(state, dense_left=left), f"dense: {left} windows of waiting left"
+        return replace(state, dense_left=left), f"dense, windows to wait: {left}"
     if _is_hopeless(spec, state, seen):
         return stay_dense(spec, state, f"only {ms(exposed)} of exchange are not hidden")
     if not grown:

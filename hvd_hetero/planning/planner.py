@@ -304,10 +304,8 @@ def _take_back(state: PlannerState) -> PlannerState:
     effect, plan = state.effect, state.plan
     assert effect is not None
     best = Solution(effect.before_local_batches, effect.before_seconds)
-    state = _change(state, best, f"taken back: {effect}", effect.before_seconds)
-    return replace(
-        state, effect=None, rejected=plan.local_batches, rejected_windows=REJECTED_WINDOWS
-    )
+    state = replace(state, rejected=plan.local_batches, rejected_windows=REJECTED_WINDOWS)
+    return _change(state, best, f"taken back: {effect}", effect.before_seconds)
 
 
 def _keep(state: PlannerState, why: str, asking: int = 0) -> PlannerState:

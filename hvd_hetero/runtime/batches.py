@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from hvd_hetero.errors import BatchAccountingError, ConfigurationError, check_fl
 from hvd_hetero.exchange.collectives import Collectives
 from hvd_hetero.runtime.clock import wait_until
 from hvd_hetero.runtime.timings import StepTimer
+
+logger = logging.getLogger("hvd_hetero")
 
 _ONE_WEIGHT_PER_PASS = (
     "call it once for every backward pass, on the whole loss (add up the parts of a loss before), "
@@ -51,6 +54,9 @@ class BatchBook:
         self._stated: Batch | None = None
         self._weighed: Batch | None = None  # its loss was weighed, its backward has not begun
         self._loss_reduction: str | None = None
+        self._used = False  # the batch in hand, by a backward pass
+        self._passed_over = False  # a batch was replaced by the next one before it was used
+        self._warned = False
 
     def expect_weighed_losses(self, loss_reduction: str) -> None:
         """From now on every backward pass must come from ``weigh_loss``."""
@@ -58,7 +64,11 @@ class BatchBook:
 
     def yielded(self, ticket: LocalBatch | None) -> None:
         """The loader hands out this batch; None where a pass over it begins or ends."""
-        self._yielded = None
+        if ticket is None:
+            self._passed_over = False
+        elif self._yielded is not None and not self._used:
+            self._passed_over = True
+        self._yielded, self._used = None, False
         if ticket is not None:
             own = ticket.samples
             self._yielded = Batch(float(own), float(ticket.global_samples), own)
@@ -135,6 +145,16 @@ class BatchBook:
 
     def pass_begins(self) -> None:
         """A backward pass begins; BatchAccountingError when its loss should have been weighed."""
+        self._used = True
+        if self._passed_over and self._stated is None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rank %d: a second batch was drawn before the backward pass of the first, and "
+                "gradients are weighted by the second. That is right where the first was left "
+                "out; a loop that fetches the next batch before it trains on this one has to call "
+                "balancer.set_batch(samples=...) before each backward",
+                self._collectives.rank,
+            )
         if self._loss_reduction is None:
             return
         if self._weighed is not self.current():

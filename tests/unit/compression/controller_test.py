@@ -313,7 +313,7 @@ def test_a_window_without_samples_only_shortens_the_wait() -> None:
     assert decision == Decision(20.0, True, "kept: no samples were taken", False)
     state, decision = advance(SPEC, replace(DENSE, dense_windows_left=2), nothing)
     assert state == replace(DENSE, dense_windows_left=1, windows=6)
-    assert decision == Decision(None, True, "dense: 1 windows of waiting left", False)
+    assert decision == Decision(None, True, "dense, windows to wait: 1", False)
     state, _ = advance(SPEC, state, nothing)
     assert state.dense_windows_left == 1
 
