@@ -166,7 +166,7 @@ def _check_alike(recorded: ConfigurationRecord, here: ConfigurationRecord) -> No
     then, now = recorded.options, here.options
     _same("compression", _compression(then), _compression(now))
     _same("balancer", _given(then), _given(now))
-    balancer_then, balancer_now = then.get("balancer") or {}, now.get("balancer") or {}
+    balancer_then, balancer_now = _options(then, "balancer"), _options(now, "balancer")
     for name in _BALANCER_ALIKE:
         _same(name, balancer_then.get(name), balancer_now.get(name))
     for name in _ALIKE:
@@ -185,8 +185,24 @@ def _check_alike(recorded: ConfigurationRecord, here: ConfigurationRecord) -> No
             )
 
 
+def _options(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = options.get(name)
+    if not isinstance(value, Mapping | None):
+        raise ConfigurationError(f"{name}={value!r} was recorded: the file was changed")
+    return value or {}
+
+
+def _check_entries(choice: CompressionChoice, here: ConfigurationRecord) -> None:
+    """Buckets that join later may have more entries than there are buckets at the start."""
+    for index, (k, bucket) in enumerate(zip(choice.entries, here.buckets, strict=False)):
+        if not 1 <= k <= bucket.elements:
+            raise ConfigurationError(
+                f"{k} entries of bucket {index}, which has {bucket.elements}: the file was changed"
+            )
+
+
 def _check_plans(recording: Recording, here: ConfigurationRecord) -> None:
-    asked: Mapping[str, Any] = here.options.get("balancer") or {}
+    asked = _options(here.options, "balancer")
     if bool(asked) != recording.balanced:
         raise ConfigurationError("it has a balancer without plans, or plans without a balancer")
     chooses = isinstance(here.options.get("compression"), Mapping) and here.ranks > 1
@@ -199,6 +215,9 @@ def _check_plans(recording: Recording, here: ConfigurationRecord) -> None:
                 f"are none of {here.ranks} ranks and global_batch_size="
                 f"{asked['global_batch_size']}: the file was changed"
             )
+    for decision in recording.decisions:
+        if decision.compression is not None:
+            _check_entries(decision.compression, here)
 
 
 def _same(name: str, recorded: Any, here: Any) -> None:

@@ -248,6 +248,18 @@ def test_compression_recorded_without_is_refused() -> None:
         ([HERE, decision(0, 0, (0, 0))], "compression without choices"),
         ([HERE, replace(START, plan=Plan(0, (3, 3), "x"))], r"\[3, 3\].*global_batch_size=16"),
         ([HERE, replace(START, plan=Plan(0, (16,), "x"))], r"\[16\].*2 ranks"),
+        (
+            [HERE, replace(START, compression=replace(choice(3.0), entries=(9,)))],
+            "9 entries of bucket 0, which has 8",
+        ),
+        (
+            [HERE, replace(START, compression=replace(choice(3.0), entries=(0,)))],
+            "0 entries of bucket 0",
+        ),
+        (
+            [replace(HERE, options=OPTIONS | {"balancer": [3]}), *RUN[1:]],
+            "balancer=.3. was recorded",
+        ),
     ],
 )
 def test_what_is_no_recorded_run_is_refused(records: list[Record], words: str) -> None:
