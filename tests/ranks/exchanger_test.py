@@ -449,3 +449,27 @@ def test_a_change_of_mode_ends_only_a_flush_of_its_own(asked: bool) -> None:
     assert ["allgather" not in kind for kind in kinds] == [
         2 <= step < 2 + dense_steps for step in range(6)
     ]
+
+
+@pytest.mark.parametrize("strategy", ["allgather", "shared-index"])
+def test_a_rank_without_a_backward_pass_sends_of_its_residual_only(strategy: str) -> None:
+    """S26: as where a rank skips a batch; its weight in that step is 0."""
+
+    def work(collectives: ThreadCollectives) -> tuple[torch.Tensor, ...]:
+        exchanger = build(collectives)
+        exchanger.set_mode(SparsityMode(20.0, strategy), flush_steps=1)
+        own, total = torch.zeros(1), torch.zeros(1)
+        for step in range(6):
+            if step % 2 == 0 or collectives.rank == 0:
+                weight = 0.5 if step % 2 == 0 else 1.0
+                own = own + backward(exchanger, collectives.rank, step, weight)
+            exchanger.synchronize()
+            total = total + applied(exchanger)
+            exchanger.commit()
+        return own, total, residual(exchanger)
+
+    histories = ThreadWorld(2).run(work)
+    true_sum = sum(own for own, _, _ in histories)
+    left = sum(rest for _, _, rest in histories)
+    assert torch.equal(histories[0][1], histories[1][1])
+    torch.testing.assert_close(histories[0][1] + left, true_sum, rtol=1e-5, atol=1e-5)
