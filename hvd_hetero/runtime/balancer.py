@@ -131,6 +131,7 @@ class Balancer:
         self._batches = BatchBook(self._collectives, self._name, self._timeout_seconds, self.timer)
         self.position: list[int] | None = None  # (pass, step) of the batch yielded last
         self._at: Place | None = None  # with that batch
+        self._at_before: Place | None = None  # with the batch before it
         self._trained: Place | None = None  # the same after the last step
         self._steps = 0
 
@@ -369,8 +370,8 @@ class Balancer:
 
     def step_done(self) -> None:
         """Forget what ``set_batch`` said: it is needed anew for the next step."""
+        self._trained = self._at_before if self._batches.is_ahead else self._at
         self._batches.step_done()
-        self._trained = self._at
         self._steps += 1
         if self._steps % self.window_steps == 0 or self._steps == 1:
             self._check_order()
@@ -580,6 +581,7 @@ class Balancer:
         self._samples = None if batch is None else batch.samples
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
         if batch is not None:
+            self._at_before = self._at
             drawn = None if self._sampler is None else self._sampler.drawn_order
             self._at = Place(
                 batch.epoch,

@@ -101,7 +101,8 @@ class BatchBook:
         (total,) = self._sum((own,), "set_batch")
         self._check_total("weight=0", total)
         # A loader of ours knows the samples, also where a script states tokens as such.
-        timed = round(size) if self._yielded is None else self._yielded.samples
+        unknown = self._yielded is None or self._passed_over
+        timed = round(size) if unknown or self._yielded is None else self._yielded.samples
         self._stated = Batch(own, total, timed)
 
     def current(self) -> Batch:
@@ -142,6 +143,11 @@ class BatchBook:
             )
         self._weighed = batch
         return loss * ((batch.own if self._loss_reduction == "mean" else 1.0) / batch.total)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the script has stated a batch while the loader had yielded the next one."""
+        return self._passed_over and self._stated is not None
 
     def pass_begins(self) -> None:
         """A backward pass begins; BatchAccountingError when its loss should have been weighed."""

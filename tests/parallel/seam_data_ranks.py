@@ -905,3 +905,28 @@ def a_weighed_loss_over_nothing() -> None:
     y[4:] = -100
     train(reference, sgd(reference), [0], lambda _: (x, y))
     check_close(model, reference)
+
+
+@scenario(2)
+def a_loop_that_fetches_ahead_is_saved_where_it_has_trained() -> None:
+    """A28: the batch in hand is not the one the loader has yielded last."""
+    data = data_of(19)
+    balancer = balancer_of(8)
+    loader = balancer.data_loader(data)
+    model = torch.nn.Linear(1, 1).double()
+    optimizer: Any = het.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        named_parameters=model.named_parameters(),
+        balancer=balancer,
+    )
+    batches = iter(loader)
+    ahead = next(batches)
+    used = []
+    while ahead is not None:
+        index, ahead = ahead[0], next(batches, None)
+        balancer.set_batch(samples=len(index))
+        optimizer.zero_grad()
+        model(index[:, None].double()).mean().backward()
+        optimizer.step()
+        used.append(balancer.state_dict()["data"]["used_samples"])
+    assert used == [8, 14, 19], used  # three at the end would be too few for both
