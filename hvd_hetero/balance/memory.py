@@ -95,4 +95,4 @@ def within_memory(bounds: Bounds, fits: Sequence[MemoryFit]) -> Bounds:
         high if cap is None else max(low, min(high, cap))
         for low, high, cap in zip(bounds.lower, bounds.upper, caps, strict=True)
     )
-    return Bounds(bounds.lower, upper)
+    return replace(bounds, upper=upper)

@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
 
 def case_of_records(text: str, name: str) -> Case:
     """Return the ranks of the last run in ``text``, with lines fitted to its windows."""
-    from hvd_hetero.planning.planner import smoothing
+    from hvd_hetero.planning.exchange_view import smoothing
     from hvd_hetero.planning.what_if import (
         Cluster,
         ExchangeSeconds,

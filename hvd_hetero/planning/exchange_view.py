@@ -9,6 +9,9 @@ from hvd_hetero.balance.timing import WindowTiming, exchange_times
 
 SLACK_SECONDS = 1e-3  # by which a wait may exceed T_u without a meaning, ...
 SLACK_SHARE = 0.02  # ... or by this share of the work it follows
+# Share of the newest window in T_o and T_u, where they are shorter than before, and longer: what
+# disturbs a step only ever makes the exchange look longer.
+EXCHANGE_SMOOTHING = (0.7, 0.3)
 LARGEST_CORRECTION = 2.0  # of the cost model of an exchange by what another one showed
 
 
@@ -71,3 +74,8 @@ class ExchangeView:
         limit = LARGEST_CORRECTION
         correction = min(max(correction, 1.0 / limit), limit)
         return sum(new[first:-1]) * correction, new[-1] * correction
+
+
+def smoothing(seconds: float, before: float) -> float:
+    """Return the share that newly measured exchange seconds get."""
+    return EXCHANGE_SMOOTHING[0 if seconds < before else 1]

@@ -19,7 +19,7 @@ from hvd_hetero.errors import (
     InfeasibleBatchError,
     RankMismatchError,
 )
-from hvd_hetero.planning.exchange_view import ExchangeView
+from hvd_hetero.planning.exchange_view import ExchangeView, smoothing
 from hvd_hetero.planning.plan import Plan
 from hvd_hetero.planning.planner_state import (
     LEARNING_WINDOWS,
@@ -42,17 +42,9 @@ __all__ = [
 ]
 
 GAIN_DEVIATIONS = 4.0  # a gain must also be this many standard errors of the slowest rank
-# Share of the newest window in T_o and T_u, where they are shorter than before, and longer: what
-# disturbs a step only ever makes the exchange look longer.
-EXCHANGE_SMOOTHING = (0.7, 0.3)
-BIAS_SMOOTHING = 0.5  # likewise in the bias of predictions, ...
+BIAS_SMOOTHING = 0.5  # share of the newest window in the bias of predictions, ...
 BIAS_RANGE = (0.8, 1.25)  # ... which stays within these
 LEARNING_GAIN = 0.5  # of min_gain that is enough in the first windows, and after real changes
-
-
-def smoothing(seconds: float, before: float) -> float:
-    """Return the share that newly measured exchange seconds get."""
-    return EXCHANGE_SMOOTHING[0 if seconds < before else 1]
 
 
 def advance(
@@ -86,12 +78,15 @@ def advance(
     exchange = exchange or ExchangeView()
     judged = state.effect
     state = _observe(state, windows, bucket_shares, exchange, memory)
-    state = _next(config, state, windows, exchange, newly_measured=state.effect != judged)
-    models, _ = models_of(state)
-    if models is None:
-        return replace(state, expected_seconds=None)
+    models, basis = models_of(state)
     times = exchange.expected(state.exchange_seconds or (0.0, 0.0), state.bucket)
-    expected = expected_seconds(state, models, state.plan.local_batches, times)
+    if models is not None:
+        state = _corrected(state, windows, models)
+    newly_measured = state.effect != judged
+    state = _next(config, state, windows, models, basis, times, newly_measured)
+    expected = None
+    if models is not None:
+        expected = expected_seconds(state, models, state.plan.local_batches, times)
     return replace(state, expected_seconds=expected)
 
 
@@ -99,7 +94,9 @@ def _next(
     config: PlannerConfig,
     state: PlannerState,
     windows: Sequence[WindowTiming],
-    exchange: ExchangeView,
+    models: Sequence[RankModel] | None,
+    basis: str,
+    times: tuple[float, float],
     newly_measured: bool,
 ) -> PlannerState:
     """Return the state with the plan for the next window."""
@@ -110,7 +107,6 @@ def _next(
         return _keep(state, "one rank takes the whole batch")
     if not must and state.windows_since_change == 1 and not _measured(state.plan, windows):
         return _keep(state, f"plan {state.plan.version} has not been timed on every rank yet")
-    models, basis = models_of(state)
     if models is None:
         if not must:
             return _keep(state, "a rank has no usable timing yet")
@@ -120,7 +116,6 @@ def _next(
         noise = GAIN_DEVIATIONS * state.fits[slowest].relative_error()
         if proved_slower(config, state, noise):
             return _take_back(state)
-    times = exchange.expected(state.exchange_seconds or (0.0, 0.0), state.bucket)
     bounds = within_memory(config.bounds, state.memory)
     try:
         best = best_split(config, models, times, bounds)
@@ -178,7 +173,7 @@ def _observe(
         seconds = max(window.step_seconds for window in windows)
         effect = replace(effect, measured_seconds=seconds)
     uses = tuple(memory) or (None,) * len(windows)
-    state = replace(
+    return replace(
         state,
         windows=state.windows + 1,
         windows_since_change=state.windows_since_change + 1,
@@ -194,10 +189,16 @@ def _observe(
         rejected_windows=0 if upset else max(state.rejected_windows - 1, 0),
         effect=effect,
     )
-    models, _ = models_of(state)
-    if models is None or not _measured(state.plan, windows):
+
+
+def _corrected(
+    state: PlannerState, windows: Sequence[WindowTiming], models: Sequence[RankModel]
+) -> PlannerState:
+    """Return the state with the bias of what was expected of this window."""
+    if not _measured(state.plan, windows):
         return state
-    expected = expected_seconds(state, models, state.plan.local_batches, (overlapped, final))
+    times = state.exchange_seconds or (0.0, 0.0)
+    expected = expected_seconds(state, models, state.plan.local_batches, times)
     found = state.bias * max(window.step_seconds for window in windows) / expected
     bias = state.bias + BIAS_SMOOTHING * (found - state.bias)
     return replace(state, bias=min(max(bias, BIAS_RANGE[0]), BIAS_RANGE[1]))

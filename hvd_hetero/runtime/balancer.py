@@ -125,7 +125,6 @@ class Balancer:
         self._sampler: HeteroBatchSampler | None = None
         self._optimizer_name: str | None = None
         self._device = torch.device("cpu")
-        self._samples: int | None = None  # of the batch yielded last
         self._follows = False
         self.timer = StepTimer()
         self._batches = BatchBook(self._collectives, self._name, self._timeout_seconds, self.timer)
@@ -570,7 +569,7 @@ class Balancer:
 
     def _describe_memory(self) -> str:
         rank, plan = self._collectives.rank, self.plan
-        samples = plan.local_batches[rank] if self._samples is None else self._samples
+        samples = self._batches.yielded_samples or plan.local_batches[rank]
         return (
             f"rank {rank} ran out of memory with a local batch of {samples} samples (plan "
             f"{plan.version}: {plan.local_batches}): give the Balancer max_local_batch, one number "
@@ -578,7 +577,6 @@ class Balancer:
         )
 
     def _on_yield(self, batch: LocalBatch | None) -> None:
-        self._samples = None if batch is None else batch.samples
         self.position = None if batch is None else [batch.epoch_pass, batch.step]
         if batch is not None:
             self._at_before = self._at

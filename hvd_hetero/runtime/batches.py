@@ -75,34 +75,24 @@ class BatchBook:
 
     def weigh_yielded(self, weigh: Callable[[Any], Any], batch: Any) -> None:
         """Let the batch just yielded count for ``weigh(batch)``; blocks."""
-        failure: Exception | None = None
-        own = 0.0
-        try:
-            own = _checked_weight(f"rank {self._collectives.rank}: weigh(batch)", weigh(batch))
-        except Exception as error:  # told after the sum, in which the other ranks wait
-            failure = error
-        total, failures = self._sum((own, float(failure is not None)), "weigh")
-        if failure is not None:
-            raise failure
-        if failures:
-            raise ConfigurationError(
-                f"rank {self._collectives.rank}: weigh= failed on another rank, see its error"
-            )
+        where = f"rank {self._collectives.rank}: weigh(batch)"
+        own, total = self._agreed("weigh", lambda: _checked_weight(where, weigh(batch)))
         self._check_total("weigh(batch)=0", total)
         samples = 0 if self._yielded is None else self._yielded.samples
         self._yielded = Batch(own, total, samples)
 
     def state(self, samples: Any, weight: Any) -> None:
         """Take what ``Balancer.set_batch`` was told; blocks."""
-        if isinstance(samples, bool) or not isinstance(samples, numbers.Real):
-            raise ConfigurationError(f"samples={samples!r}: expected a number above 0")
-        size = check_float("samples", samples, minimum=0, exclusive_minimum=True)
-        own = size if weight is None else _checked_weight("weight", weight)
-        (total,) = self._sum((own,), "set_batch")
+
+        def checked() -> float:
+            size = _checked_samples(samples)
+            return size if weight is None else _checked_weight("weight", weight)
+
+        own, total = self._agreed("set_batch", checked)
         self._check_total("weight=0", total)
         # A loader of ours knows the samples, also where a script states tokens as such.
-        unknown = self._yielded is None or self._passed_over
-        timed = round(size) if unknown or self._yielded is None else self._yielded.samples
+        known = None if self._passed_over else self._yielded
+        timed = round(float(samples)) if known is None else known.samples
         self._stated = Batch(own, total, timed)
 
     def current(self) -> Batch:
@@ -145,6 +135,11 @@ class BatchBook:
         return loss * ((batch.own if self._loss_reduction == "mean" else 1.0) / batch.total)
 
     @property
+    def yielded_samples(self) -> int | None:
+        """Samples of the batch that the loader has yielded last; None without any."""
+        return None if self._yielded is None else self._yielded.samples
+
+    @property
     def is_ahead(self) -> bool:
         """Whether the script has stated a batch while the loader had yielded the next one."""
         return self._passed_over and self._stated is not None
@@ -176,6 +171,26 @@ class BatchBook:
         self._stated = None
         self._weighed = None
 
+    def _agreed(self, purpose: str, weight: Callable[[], float]) -> tuple[float, float]:
+        """Return this rank's weight and that of all ranks; what one raises is told on all.
+
+        An error before the sum would leave the other ranks waiting in it.
+        """
+        failure: Exception | None = None
+        own = 0.0
+        try:
+            own = weight()
+        except Exception as error:
+            failure = error
+        total, failures = self._sum((own, float(failure is not None)), purpose)
+        if failure is not None:
+            raise failure
+        if failures:
+            raise ConfigurationError(
+                f"rank {self._collectives.rank}: {purpose} failed on another rank, see its error"
+            )
+        return own, total
+
     def _sum(self, values: tuple[float, ...], purpose: str) -> list[float]:
         message = torch.tensor(values, dtype=torch.float64)
         with self._timer.waiting():
@@ -194,6 +209,12 @@ class BatchBook:
                 f"rank {self._collectives.rank}: {what} on all ranks: a mean over nothing is "
                 "unknown; leave such batches out on all ranks"
             )
+
+
+def _checked_samples(samples: Any) -> float:
+    if isinstance(samples, bool) or not isinstance(samples, numbers.Real):
+        raise ConfigurationError(f"samples={samples!r}: expected a number above 0")
+    return check_float("samples", samples, minimum=0, exclusive_minimum=True)
 
 
 def _checked_weight(name: str, value: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,32 +63,25 @@ class StepTimer:
             marks.mark()
         self._mark_seconds = (now_seconds() - begin) / _CALIBRATION_MARKS
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Mark a wait for other ranks that is not the gradient exchange."""
-        first = self._mark()
-        try:
-            yield
-        finally:
-            self._step.waits.append((first, self._mark()))
+        return self._marked("waits")
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """Mark a wait for the input of a step."""
-        first = self._mark()
-        try:
-            yield
-        finally:
-            self._step.inputs.append((first, self._mark()))
+        return self._marked("inputs")
+
+    def compressing(self) -> AbstractContextManager[None]:
+        """Mark the work of compression, between two moments of backward or after it."""
+        return self._marked("compress")
 
     @contextmanager
-    def compressing(self) -> Iterator[None]:
-        """Mark the work of compression, between two moments of backward or after it."""
+    def _marked(self, kind: str) -> Iterator[None]:
         first = self._mark()
         try:
             yield
         finally:
-            self._step.compress.append((first, self._mark()))
+            getattr(self._step, kind).append((first, self._mark()))
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,7 @@ from benchmarks.balance_rules import (
     sizes_to_measure,
     verdicts_of,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
+from tests.unit.benchmarks.small_run import run_benchmark
 
 # ---- LB-BSP -------------------------------------------------------------------------------------
 
@@ -201,25 +196,19 @@ def test_half_spread() -> None:
 
 @pytest.mark.parallel
 def test_a_small_run_prints_a_table_and_writes_its_cases(tmp_path: Path) -> None:
-    path = tmp_path / "cases.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "benchmarks/balance.py", "--json", str(path)),
-            *("--cases", "free", "--ranks", "2", "--rounds", "2", "--steps", "2"),
-            *("--windows", "2", "--window-steps", "4"),
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=200,
+    printed, cases = run_benchmark(
+        "balance.py",
+        tmp_path,
+        *("--cases", "free", "--ranks", "2", "--rounds", "2", "--steps", "2"),
+        *("--windows", "2", "--window-steps", "4"),
+        timeout_seconds=200,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "median prediction error" in done.stdout
-    cases = {case["method"]: case for case in json.loads(path.read_text())}
-    assert set(cases) == {"even", "lb-bsp", "ours", "ideal"}
-    for case in cases.values():
+    assert "median prediction error" in printed
+    by_method = {case["method"]: case for case in cases}
+    assert set(by_method) == {"even", "lb-bsp", "ours", "ideal"}
+    for case in cases:
         assert sum(case["local_batches"]) == 64
         assert case["seconds"] > 0
         assert len(case["turn_seconds"]) == 2
-    assert cases["even"]["local_batches"] == [32, 32]
-    assert cases["ideal"]["local_batches"][1] > 40
+    assert by_method["even"]["local_batches"] == [32, 32]
+    assert by_method["ideal"]["local_batches"][1] > 40

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,25 +10,17 @@ import torch
 from benchmarks.compress import Textbook, is_exact
 from benchmarks.tables import format_table
 from hvd_hetero.compression.topk import Selector, SparseGradient
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.unit.benchmarks.small_run import run_benchmark
 
 
 def test_a_small_run_prints_a_table_and_writes_its_cases(tmp_path: Path) -> None:
-    path = tmp_path / "cases.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "benchmarks/compress.py", "--json", str(path)),
-            *("--elements", "100000", "--repeats", "3", "--warm-up", "2"),
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    printed, cases = run_benchmark(
+        "compress.py",
+        tmp_path,
+        *("--elements", "100000", "--repeats", "3", "--warm-up", "2"),
+        timeout_seconds=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert "times faster" in done.stdout
-    cases = json.loads(path.read_text())
+    assert "times faster" in printed
     assert [case["cf"] for case in cases] == [10, 100, 1000]
     for case in cases:
         assert case["exact"] is True and case["elements"] == 100_000

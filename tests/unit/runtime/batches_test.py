@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from hvd_hetero.data.partition import LocalBatch
+from hvd_hetero.errors import ConfigurationError
 from hvd_hetero.runtime.batches import BatchBook
 from hvd_hetero.runtime.timings import StepTimer
 from hvd_hetero.testing.threads import ThreadCollectives, ThreadWorld
@@ -60,3 +61,18 @@ def test_usual_loops_and_evaluations_are_told_nothing(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, logger="hvd_hetero"):
         ThreadWorld(1).run(loop)
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("samples", [0, -1, float("nan"), None, "three"])
+def test_a_wrong_number_on_one_rank_is_told_on_all(samples: object) -> None:
+    """At once, and not when the others have waited for as long as they may."""
+
+    def state(collectives: ThreadCollectives) -> str:
+        batches = book(collectives)
+        with pytest.raises(ConfigurationError) as raised:
+            batches.state(samples if collectives.rank == 1 else 4, None)
+        return str(raised.value)
+
+    first, second = ThreadWorld(2).run(state)
+    assert first == "rank 0: set_batch failed on another rank, see its error"
+    assert f"samples={samples!r}" in second
