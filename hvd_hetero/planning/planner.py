@@ -84,9 +84,9 @@ def advance(
         state = _corrected(state, windows, models)
     newly_measured = state.effect != judged
     state = _next(config, state, windows, models, basis, times, newly_measured)
-    expected = None
-    if models is not None:
-        expected = expected_seconds(state, models, state.plan.local_batches, times)
+    if models is None:
+        return replace(state, expected_seconds=None)
+    expected = expected_seconds(state, models, state.plan.local_batches, times)
     return replace(state, expected_seconds=expected)
 
 
@@ -302,10 +302,10 @@ def _measured(plan: Plan, windows: Sequence[WindowTiming]) -> bool:
 
 def _take_back(state: PlannerState) -> PlannerState:
     """Return to the split before the plan in force."""
-    effect, plan = state.effect, state.plan
+    effect, rejected = state.effect, state.plan.local_batches
     assert effect is not None
     best = Solution(effect.before_local_batches, effect.before_seconds)
-    state = replace(state, rejected=plan.local_batches, rejected_windows=REJECTED_WINDOWS)
+    state = replace(state, effect=None, rejected=rejected, rejected_windows=REJECTED_WINDOWS)
     return _change(state, best, f"taken back: {effect}", effect.before_seconds)
 
 
